@@ -1,0 +1,110 @@
+"""pytest plugin of the gates: the ``gate_metrics`` fixture, and a JSON line per event for the gate runner.
+
+The runner starts ``python -m mla_verify_bench.pytest_plugin REPORT NODE…`` and reads REPORT, never pytest's text.
+A line is written as soon as a test ends, so an interrupted run keeps what it has finished. In an ordinary pytest
+run the fixture works and nothing is written.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+_REASON_LIMIT = 2000
+_KEY = "gate_metrics"
+
+
+class GateMetrics(dict[str, float]):
+    """Figures of one test: ``gate_metrics["ratio"] = 123.4``; the runner compares them with the gate's threshold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all_samples: dict[str, dict[str, Any]] = {}
+        self.all_ratios: dict[str, dict[str, Any]] = {}
+
+    def samples(self, name: str, values: Sequence[float], *, warmups: int = 0, unit: str = "us") -> None:
+        """Keep raw samples in the order they were taken."""
+        self.all_samples[name] = {"values": [float(v) for v in values], "warmups": warmups, "unit": unit}
+
+    def ratio(self, peer: str, ours: Sequence[float], theirs: Sequence[float], *, seed: int = 0) -> Any:
+        """Keep and return how many times faster ours is than ``peer``: records.ratio_of_medians."""
+        from .records import ratio_of_medians
+
+        found = ratio_of_medians(ours, theirs, peer=peer, seed=seed)
+        self.all_ratios[peer] = found.model_dump()
+        return found
+
+
+@pytest.fixture
+def gate_metrics(request: pytest.FixtureRequest) -> GateMetrics:
+    """A dict for the figures of this test; they go into the record of the gate that the test serves."""
+    metrics = GateMetrics()
+    request.node.user_properties.append((_KEY, metrics))
+    return metrics
+
+
+class Reporter:
+    """Appends one JSON line per event to a file."""
+
+    def __init__(self, path: str) -> None:
+        self._file = open(path, "a", encoding="utf-8", buffering=1)
+        self._open: dict[str, dict[str, Any]] = {}
+
+    def _write(self, event: str, **fields: Any) -> None:
+        self._file.write(json.dumps({"event": event, **fields}) + "\n")
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._write("collect-error", node=report.nodeid, reason=str(report.longrepr)[-_REASON_LIMIT:])
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._write("collected", nodes=[item.nodeid for item in session.items])
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._open[nodeid] = {"outcome": "passed", "reason": "", "seconds": 0.0}
+        self._write("start", node=nodeid)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        test = self._open[report.nodeid]
+        test["seconds"] += report.duration
+        if hasattr(report, "wasxfail"):
+            test.update(outcome="failed", reason=f"marked xfail, which a gate can't be: {report.wasxfail}")
+        elif report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            reason = f"{report.when}: {crash.message if crash else report.longrepr}"
+            test.update(outcome="failed", reason=reason[:_REASON_LIMIT])
+        elif report.skipped and test["outcome"] == "passed":
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            test.update(outcome="skipped", reason=reason[:_REASON_LIMIT])
+        for key, metrics in report.user_properties:
+            if key == _KEY:
+                test["metrics"] = dict(metrics)
+                test["samples"], test["ratios"] = metrics.all_samples, metrics.all_ratios
+        if report.when == "teardown":
+            self._write("end", node=report.nodeid, **self._open.pop(report.nodeid))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gate-report", metavar="PATH", help="append a JSON line per finished test (mla-verify gates)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if path := config.getoption("--gate-report"):
+        config.pluginmanager.register(Reporter(path), "mla_verify_gate_reporter")
+
+
+def main(argv: list[str]) -> int:
+    """Run pytest on the nodes, with this plugin whether or not mla-verify is installed in this interpreter."""
+    report, *nodes = argv
+    installed = importlib.metadata.entry_points(group="pytest11", name="mla_verify_gates")
+    plugin = [] if installed else ["-p", "mla_verify_bench.pytest_plugin"]
+    return int(pytest.main([*plugin, "-p", "no:cacheprovider", f"--gate-report={report}", *nodes]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -27,7 +27,10 @@ from .slots import Slots
 from .tree import Tree
 
 LATENT = 512
+LOG2_E = 1.4426950408889634
 WORKSPACE_BYTES = 1 << 30  # partial results of one launch; larger batches take several launches
+# Numbers that change from call to call: Triton must not compile again when one becomes 1 or a multiple of 16.
+VARYING = ("first_request", "first_block", "first_row", "heads", "max_rows", "splits", "width")
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
@@ -51,10 +54,10 @@ def config(dtype: torch.dtype, capability: tuple[int, int], sm_count: int, share
         return Config(block_rows=64, block_keys=64, warps=4, stages=1, max_splits=8, min_split=64, tail_parts=1)
     if dtype == torch.float32:
         return Config(block_rows=16, block_keys=16, warps=4, stages=1, max_splits=sm_count, min_split=64)
-    if shared_bytes >= 227 * 1024:  # sm_90, sm_100: Q and two stages of 64 keys, 72 KiB each
-        return Config(block_rows=64, block_keys=64, warps=8, stages=2, max_splits=sm_count, min_split=64)
-    # sm_80 to sm_89, sm_120: 99 KiB
-    return Config(block_rows=32, block_keys=32, warps=4, stages=2, max_splits=sm_count, min_split=64)
+    if shared_bytes >= 227 * 1024:  # sm_90, sm_100
+        return Config(block_rows=64, block_keys=32, warps=8, stages=3, max_splits=sm_count, min_split=64)
+    # sm_80 to sm_89, sm_120: 99 KiB. Eight warps, or the accumulator spills
+    return Config(block_rows=32, block_keys=32, warps=8, stages=2, max_splits=sm_count, min_split=64)
 
 
 @functools.lru_cache(maxsize=None)
@@ -88,108 +91,115 @@ def _widen(x, DTYPE: tl.constexpr, E4M3: tl.constexpr):
     return x.to(DTYPE)
 
 
-@triton.jit
-def _partial(
-    q, kv, indices, starts, lens, words, node_starts, part_out, part_lse,
+@triton.jit(do_not_specialize=VARYING)
+def _prefix(
+    q, kv, indices, starts, lens, node_starts, part_out, part_lse,
     score_scale, first_request, first_block, heads, max_rows, splits,
-    WORDS: tl.constexpr, DTYPE: tl.constexpr, E4M3: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, TAIL: tl.constexpr, STAGES: tl.constexpr,
+    DTYPE: tl.constexpr, E4M3: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows against one piece of the prefix, or against a part of the tree's columns.
+    """One tile of rows against one piece of the prefix. grid (row blocks, splits, requests).
 
-    grid (row blocks, TAIL + splits, requests). part_out [requests, max_rows, splits + 1, 512] holds normalised float32,
-    part_lse [requests, max_rows, splits + 1] its log2-sum-exp2; index 0 is the tail.
+    part_out [requests, max_rows, splits + 1, 512] takes normalised float32, part_lse [requests, max_rows, splits + 1]
+    its log2-sum-exp2; index 0 is the tail's.
     """
-    block = tl.program_id(0)
-    job = tl.program_id(1)
+    block = first_block + tl.program_id(0)
+    split = tl.program_id(1)
     local = tl.program_id(2)
     request = first_request + local
     first_node = tl.load(node_starts + request)
     nodes = tl.load(node_starts + request + 1) - first_node
-    length = tl.load(lens + request)
-    prefix = length - nodes
-    row = (first_block + block) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    mine = row < nodes * heads
-    if ((first_block + block) * BLOCK_ROWS < nodes * heads) & (prefix >= 0):
+    prefix = tl.load(lens + request) - nodes
+    each = _piece(prefix, MAX_SPLITS, MIN_SPLIT, BLOCK_KEYS)
+    begin = split * each
+    if (block * BLOCK_ROWS < nodes * heads) & (begin < prefix):
+        end = tl.minimum(begin + each, prefix)
+        row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        mine = row < nodes * heads
         own = indices + tl.load(starts + request)
         d = tl.arange(0, 512)
         dr = 512 + tl.arange(0, 64)
         q_row = q + (first_node.to(tl.int64) * heads + row) * 576
-        out_row = (local * max_rows + row - first_block * BLOCK_ROWS).to(tl.int64) * (splits + 1)
-        if job < TAIL:
-            qn = tl.load(q_row[:, None] + d[None], mask=mine[:, None], other=0.0).to(DTYPE)
-            qr = tl.load(q_row[:, None] + dr[None], mask=mine[:, None], other=0.0).to(DTYPE)
-            node = row // heads
-            bit = tl.arange(0, 32)
-            dv = job * (512 // TAIL) + tl.arange(0, 512 // TAIL)
-            top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-            total = tl.zeros([BLOCK_ROWS], tl.float32)
-            acc = tl.zeros([BLOCK_ROWS, 512 // TAIL], tl.float32)
-            # Twice over the nodes: the maximum first, which has no order, so that no rescaling depends on one.
-            for step in range(0, 2 * WORDS):
-                w = step % WORDS
-                at = w * 32 + bit
-                slot = tl.load(own + prefix + at, mask=at < nodes, other=0).to(tl.int64)
-                kn = tl.load(kv + slot[:, None] * 576 + d[None], mask=(at < nodes)[:, None], other=0)
-                kr = tl.load(kv + slot[:, None] * 576 + dr[None], mask=(at < nodes)[:, None], other=0)
-                s = tl.dot(qn, tl.trans(_widen(kn, DTYPE, E4M3)), input_precision="ieee")
-                s = tl.dot(qr, tl.trans(_widen(kr, DTYPE, E4M3)), s, input_precision="ieee") * score_scale
-                word = tl.load(words + (first_node + node) * WORDS + w, mask=mine, other=0)
-                seen = (((word[:, None] >> bit[None]) & 1) == 1) & (at < nodes)[None]
-                s = tl.where(seen, s, float("-inf"))
-                if step < WORDS:
-                    top = tl.maximum(top, tl.max(s, 1))
-                else:
-                    base = tl.where(top == float("-inf"), 0.0, top)
-                    p = tl.exp2(s - base[:, None])
-                    for j in range(0, tl.minimum(nodes - w * 32, 32)):
-                        pj = tl.sum(tl.where(bit[None] == j, p, 0.0), 1)
-                        one = tl.load(own + prefix + w * 32 + j).to(tl.int64)
-                        v = _widen(tl.load(kv + one * 576 + dv), DTYPE, E4M3).to(tl.float32)
-                        # A hidden node is skipped, not multiplied by 0: its K/V may be anything, NaN too.
-                        acc = tl.where((pj != 0.0)[:, None], acc + pj[:, None] * v[None], acc)
-                        total += pj
-            some = tl.where(total > 0.0, total, 1.0)
-            tl.store(part_out + out_row[:, None] * 512 + dv[None], acc / some[:, None], mask=mine[:, None])
-            if job == 0:
-                base = tl.where(top == float("-inf"), 0.0, top)
-                lse = tl.where(total == 0.0, float("-inf"), base + tl.log2(some))
-                # NaN in what a row does see stays visible.
-                tl.store(part_lse + out_row, tl.where(total == total, lse, total), mask=mine)
-        else:
-            split = job - TAIL
-            each = _piece(prefix, MAX_SPLITS, MIN_SPLIT, BLOCK_KEYS)
-            begin = split * each
-            if begin < prefix:
-                end = tl.minimum(begin + each, prefix)
-                qn = tl.load(q_row[:, None] + d[None], mask=mine[:, None], other=0.0).to(DTYPE)
-                qr = tl.load(q_row[:, None] + dr[None], mask=mine[:, None], other=0.0).to(DTYPE)
-                top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-                total = tl.zeros([BLOCK_ROWS], tl.float32)
-                acc = tl.zeros([BLOCK_ROWS, 512], tl.float32)
-                key = tl.arange(0, BLOCK_KEYS)
-                for at in tl.range(begin, end, BLOCK_KEYS, num_stages=STAGES):
-                    here = at + key < end
-                    slot = tl.load(own + at + key, mask=here, other=0).to(tl.int64)
-                    kn = tl.load(kv + slot[:, None] * 576 + d[None], mask=here[:, None], other=0)
-                    kr = tl.load(kv + slot[:, None] * 576 + dr[None], mask=here[:, None], other=0)
-                    kn = _widen(kn, DTYPE, E4M3)
-                    s = tl.dot(qn, tl.trans(kn), input_precision="ieee")
-                    s = tl.dot(qr, tl.trans(_widen(kr, DTYPE, E4M3)), s, input_precision="ieee") * score_scale
-                    s = tl.where(here[None], s, float("-inf"))
-                    higher = tl.maximum(top, tl.max(s, 1))
-                    p = tl.exp2(s - higher[:, None])
-                    shrink = tl.exp2(top - higher)
-                    total = total * shrink + tl.sum(p, 1)
-                    acc = tl.dot(p.to(DTYPE), kn, acc * shrink[:, None], input_precision="ieee")
-                    top = higher
-                tl.store(
-                    part_out + (out_row + 1 + split)[:, None] * 512 + d[None], acc / total[:, None], mask=mine[:, None]
-                )
-                tl.store(part_lse + out_row + 1 + split, top + tl.log2(total), mask=mine)
+        qn = tl.load(q_row[:, None] + d[None], mask=mine[:, None], other=0.0).to(DTYPE)
+        qr = tl.load(q_row[:, None] + dr[None], mask=mine[:, None], other=0.0).to(DTYPE)
+        top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_ROWS], tl.float32)
+        acc = tl.zeros([BLOCK_ROWS, 512], tl.float32)
+        key = tl.arange(0, BLOCK_KEYS)
+        for at in tl.range(begin, end, BLOCK_KEYS, num_stages=STAGES):
+            here = at + key < end
+            slot = tl.load(own + at + key, mask=here, other=0).to(tl.int64)
+            kn = tl.load(kv + slot[:, None] * 576 + d[None], mask=here[:, None], other=0)
+            kr = tl.load(kv + slot[:, None] * 576 + dr[None], mask=here[:, None], other=0)
+            kn = _widen(kn, DTYPE, E4M3)
+            s = tl.dot(qn, tl.trans(kn), input_precision="ieee")
+            s = tl.dot(qr, tl.trans(_widen(kr, DTYPE, E4M3)), s, input_precision="ieee") * score_scale
+            s = tl.where(here[None], s, float("-inf"))
+            higher = tl.maximum(top, tl.max(s, 1))
+            p = tl.exp2(s - higher[:, None])
+            shrink = tl.exp2(top - higher)
+            total = total * shrink + tl.sum(p, 1)
+            acc = tl.dot(p.to(DTYPE), kn, acc * shrink[:, None], input_precision="ieee")
+            top = higher
+        to = (local * max_rows + row - first_block * BLOCK_ROWS).to(tl.int64) * (splits + 1) + 1 + split
+        tl.store(part_out + to[:, None] * 512 + d[None], acc / total[:, None], mask=mine[:, None])
+        tl.store(part_lse + to, top + tl.log2(total), mask=mine)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
+def _tail(
+    q, kv, indices, starts, lens, words, node_starts, part_out, part_lse,
+    score_scale, first_request, first_block, heads, max_rows, splits, width,
+    WIDTH: tl.constexpr, DTYPE: tl.constexpr, E4M3: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows against the draft nodes they see. grid (row blocks, 512 / COLUMNS, requests)."""
+    block = first_block + tl.program_id(0)
+    part = tl.program_id(1)
+    local = tl.program_id(2)
+    request = first_request + local
+    first_node = tl.load(node_starts + request)
+    nodes = tl.load(node_starts + request + 1) - first_node
+    prefix = tl.load(lens + request) - nodes
+    if (block * BLOCK_ROWS < nodes * heads) & (prefix >= 0):
+        row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        mine = row < nodes * heads
+        own = indices + tl.load(starts + request) + prefix
+        dv = part * COLUMNS + tl.arange(0, COLUMNS)
+        q_row = q + (first_node.to(tl.int64) * heads + row) * 576
+        at = tl.arange(0, WIDTH)
+        slot = tl.load(own + at, mask=at < nodes, other=0).to(tl.int64)
+        s = tl.zeros([BLOCK_ROWS, WIDTH], tl.float32)
+        for c in tl.range(0, 576, 64, num_stages=3):
+            dc = c + tl.arange(0, 64)
+            qc = tl.load(q_row[:, None] + dc[None], mask=mine[:, None], other=0.0).to(DTYPE)
+            kc = tl.load(kv + slot[:, None] * 576 + dc[None], mask=(at < nodes)[:, None], other=0)
+            s = tl.dot(qc, tl.trans(_widen(kc, DTYPE, E4M3)), s, input_precision="ieee")
+        word = words + (first_node + row // heads) * width
+        word = tl.load(word[:, None] + at[None] // 32, mask=mine[:, None] & (at < nodes)[None], other=0)
+        s = tl.where(((word >> (at % 32)[None]) & 1) == 1, s * score_scale, float("-inf"))
+        top = tl.max(s, 1)
+        p = tl.exp2(s - tl.where(top == float("-inf"), 0.0, top)[:, None])
+        total = tl.zeros([BLOCK_ROWS], tl.float32)
+        acc = tl.zeros([BLOCK_ROWS, COLUMNS], tl.float32)
+        for first in range(0, nodes, 4):
+            for more in tl.static_range(4):  # four loads under way at once
+                j = first + more
+                one = tl.load(own + j, mask=j < nodes, other=0).to(tl.int64)
+                v = _widen(tl.load(kv + one * 576 + dv, mask=dv < tl.where(j < nodes, 512, 0), other=0), DTYPE, E4M3)
+                pj = tl.sum(tl.where(at[None] == j, p, 0.0), 1)
+                # A hidden node is skipped, not multiplied by 0: its K/V may be anything, NaN too.
+                acc = tl.where((pj != 0.0)[:, None], acc + pj[:, None] * v.to(tl.float32)[None], acc)
+                total += pj
+        some = tl.where(total == 0.0, 1.0, total)
+        to = (local * max_rows + row - first_block * BLOCK_ROWS).to(tl.int64) * (splits + 1)
+        tl.store(part_out + to[:, None] * 512 + dv[None], acc / some[:, None], mask=mine[:, None])
+        if part == 0:
+            lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(some))
+            tl.store(part_lse + to, lse, mask=mine)
+
+
+@triton.jit(do_not_specialize=VARYING)
 def _merge(
     part_out, part_lse, lens, node_starts, out, lse_out, kv_scale, first_request, first_row, heads, max_rows, splits,
     SLOTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_KEYS: tl.constexpr, MAX_SPLITS: tl.constexpr,
@@ -213,7 +223,7 @@ def _merge(
                 tl.store(lse_out + to, float("-inf"))
         else:
             each = _piece(prefix, MAX_SPLITS, MIN_SPLIT, BLOCK_KEYS)
-            count = (prefix + each - 1) // each + 1
+            count = tl.minimum((prefix + each - 1) // each, splits) + 1
             base = (local * max_rows + local_row).to(tl.int64) * (splits + 1)
             # SLOTS and CHUNK are fixed for a device: how many pieces a launch has room for must not move a sum.
             i = tl.arange(0, SLOTS)
@@ -271,11 +281,17 @@ def verify(
         requests = min(request_step, slots.batch - r)
         for b in range(0, blocks, block_step):
             count = min(block_step, blocks - b)
-            _partial[(count, cfg.tail_parts + splits, requests)](
-                q, kv, slots.indices, slots.starts, slots.lens, tree.words, tree.node_starts, part_out, part_lse,
-                sm_scale * kv_scale * 1.4426950408889634, r, b, heads, max_rows, splits,
-                WORDS=tree.words.shape[1], DTYPE=_DTYPES[dtype], E4M3=e4m3, BLOCK_ROWS=cfg.block_rows,
-                TAIL=cfg.tail_parts, STAGES=cfg.stages, num_warps=cfg.warps, num_stages=cfg.stages, **rule,
+            where = (sm_scale * kv_scale * LOG2_E, r, b, heads, max_rows, splits)
+            tile = dict(DTYPE=_DTYPES[dtype], E4M3=e4m3, BLOCK_ROWS=cfg.block_rows, num_warps=cfg.warps)
+            if splits:
+                _prefix[(count, splits, requests)](
+                    q, kv, slots.indices, slots.starts, slots.lens, tree.node_starts, part_out, part_lse, *where,
+                    STAGES=cfg.stages, num_stages=cfg.stages, **tile, **rule,
+                )  # fmt: skip
+            _tail[(count, cfg.tail_parts, requests)](
+                q, kv, slots.indices, slots.starts, slots.lens, tree.words, tree.node_starts, part_out, part_lse, *where,
+                tree.words.shape[1], WIDTH=32 * triton.next_power_of_2(tree.words.shape[1]),
+                COLUMNS=LATENT // cfg.tail_parts, num_stages=1, **tile,
             )  # fmt: skip
             _merge[(min(count * cfg.block_rows, tree.max_nodes * heads - b * cfg.block_rows), 4, requests)](
                 part_out, part_lse, slots.lens, tree.node_starts, out, lse, kv_scale, r, b * cfg.block_rows, heads,
