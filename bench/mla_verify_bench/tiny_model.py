@@ -1,19 +1,21 @@
 """A tiny MLA model whose greedy text is a walk, not a loop.
 
-The real attention geometry of DeepSeek-V2 (512 latent + 64 rope) with everything else as small as serves: a machine
-with no GPU runs it in SGLang in seconds. Random weights alone fall into loops of a few tokens, and a loop hides a
-wrong mask: whatever the attention says, the loop goes on. So the weights are shaped:
+The real attention geometry of DeepSeek-V2 (512 latent + 64 rope) with everything else as small as serves: a
+machine with no GPU runs it in SGLang in seconds. Random weights alone fall into loops of a few tokens, and a
+loop hides a wrong mask: whatever the attention says, the loop goes on. So the weights are shaped:
 
-- the vocabulary is laid on one long cycle, and the output layer prefers the next word of it, then the one after,
-  then the third, by small margins. A greedy walk moves on by one, two or three words and comes round only after at
-  least a third of the cycle;
-- attention is sharp (a few keys of the whole context carry most of its weight) and its output is as large as those
-  margins. So which of the three is taken depends on far context, and a wrong mask or a shifted slot shows.
+- the vocabulary is laid on one long cycle, and the output layer prefers the next word of it, then the one
+  after, then the third, by small margins. A greedy walk moves on by one, two or three words and comes round
+  only after at least a third of the cycle;
+- attention is sharp (a few keys of the whole context carry most of its weight) and its output is as large as
+  those margins. So which of the three is taken depends on far context, and a wrong mask or a shifted slot
+  shows.
 
-A walk over a cycle is what n-gram speculation guesses well: two requests that pass the same words mostly agree, and
-where they do not, its trees branch.
+A walk over a cycle is what n-gram speculation guesses well: two requests that pass the same words mostly
+agree, and where they do not, its trees branch.
 
-Everything is drawn from ``TinyModel.seed``; torch, safetensors and tokenizers load when a function needs them.
+Everything is drawn from ``TinyModel.seed``; torch, safetensors and tokenizers load when a function needs
+them.
 """
 
 from __future__ import annotations
@@ -40,8 +42,12 @@ class TinyModel:
     heads: int = 4
     seed: int = 0
     dtype: str = "float32"
-    sharpness: float = 2.0  # standard deviation of the attention scores: neff keys of n carry weight, n / e**4
-    attention_gain: float = 1.0  # standard deviation of a layer's attention output where a single key carries it all
+    sharpness: float = (
+        2.0  # standard deviation of the attention scores: neff keys of n carry weight, n / e**4
+    )
+    attention_gain: float = (
+        1.0  # standard deviation of a layer's attention output where a single key carries it all
+    )
     preference: tuple[float, ...] = (1.0, 0.93, 0.87)  # of the next words on the cycle
 
     def __post_init__(self) -> None:
@@ -128,7 +134,9 @@ def weights(model: TinyModel) -> dict:
 
     hidden, heads = model.hidden, model.heads
     # Unit rows times sqrt(hidden): RMSNorm leaves an embedding as it is.
-    embedding = torch.nn.functional.normalize(torch.randn(model.vocab, hidden, generator=generator)) * hidden**0.5
+    embedding = (
+        torch.nn.functional.normalize(torch.randn(model.vocab, hidden, generator=generator)) * hidden**0.5
+    )
     order = torch.tensor(cycle(model))
     head = torch.zeros(model.vocab, hidden)
     for step, preference in enumerate(model.preference, start=1):
@@ -214,13 +222,17 @@ def prompts(
     lengths = [shortest + (longest - shortest) * i // max(count - 1, 1) for i in range(count)]
     rng.shuffle(lengths)
     first = rng.sample(range(len(SPECIAL), model.vocab), count)
-    return [[f] + [rng.randrange(len(SPECIAL), model.vocab) for _ in range(n - 1)] for f, n in zip(first, lengths)]
+    return [
+        [f] + [rng.randrange(len(SPECIAL), model.vocab) for _ in range(n - 1)]
+        for f, n in zip(first, lengths, strict=True)
+    ]
 
 
 def rehearsal(start: int, model: TinyModel | None = None) -> list[int]:
     """The end of a prompt that lets n-gram speculation guess, and guess several ways, from the first step on.
 
-    It walks from the word at ``start`` on the cycle three times, each time skipping another word, and comes back.
+    It walks from the word at ``start`` on the cycle three times, each time skipping another word, and comes
+    back.
     """
     order = cycle(model or TinyModel())
     return [order[(start + step) % len(order)] for step in (0, 1, 2, 3, 4, 0, 2, 3, 5, 0, 1, 3, 4, 0)]

@@ -4,8 +4,8 @@ decode         a tree of one node per request
 target_verify  the draft tree, from either layout of SGLang's mask
 extend         chains: M new tokens are ceil(M / 128) pieces of one request, which share its slots and whose
                lengths grow; draft_extend and mixed batches are the same
-The slot table is ``req_to_token`` itself, so nothing here grows with the context, and a step never waits for the
-device: what a captured graph reads are five small static buffers.
+The slot table is ``req_to_token`` itself, so nothing here grows with the context, and a step never waits for
+the device: what a captured graph reads are five small static buffers.
 """
 
 from __future__ import annotations
@@ -51,15 +51,17 @@ class MlaVerifyBackend(AttentionBackend):
         self.device = runner.device
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.req_to_token: Tensor = runner.req_to_token_pool.req_to_token
-        self.max_context_len = runner.model_config.context_len  # EAGLE sizes masks by it when a batch is too wide
+        self.max_context_len = (
+            runner.model_config.context_len
+        )  # EAGLE sizes masks by it when a batch is too wide
         self.draft_tokens: int = get_spec().speculative_num_draft_tokens or 1
         self.forward_metadata: Step | None = None
         self._served_layers: dict[int, float] = {}
         self._chains: dict[int, Tensor] = {}  # kept on the device: a copy from the host would wait for it
         self._verify_mask: VerifyMask | None = None
         if self.draft_tokens > 1 and not runner.is_draft_worker:
-            # Where a release lets the backend choose the layout (EAGLE and STANDALONE), take the one whose size
-            # does not grow with context.
+            # Where a release lets the backend choose the layout (EAGLE and STANDALONE), take the one whose
+            # size does not grow with context.
             requests = runner.req_to_token_pool.size
             self._verify_mask = VerifyMask(
                 buffer=torch.zeros(requests * self.draft_tokens**2, dtype=torch.bool, device=self.device),
@@ -105,7 +107,7 @@ class MlaVerifyBackend(AttentionBackend):
             self.forward_metadata = self._extend_step(forward_batch)
 
     def update_verify_buffers_to_fill_after_draft(self, spec_info, cuda_graph_bs: int | None) -> None:
-        """Pack the tree again: a step planned beside the draft was planned before the draft wrote its mask."""
+        """Pack the tree again: a step planned beside the draft was planned before its mask was there."""
         step = self.forward_metadata if cuda_graph_bs is None else self._graph_step
         if step is None or spec_info is None or getattr(spec_info, "custom_mask", None) is None:
             return
@@ -121,7 +123,7 @@ class MlaVerifyBackend(AttentionBackend):
     _graph_padding = 0
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Allocate the static buffers that captured graphs read; ``max_num_tokens`` is max_bs times the nodes."""
+        """Allocate what captured graphs read; ``max_num_tokens`` is ``max_bs`` times the nodes."""
         compat.fence_whole_steps()
         words = max(max_num_tokens, max_bs) * _width(self.draft_tokens)
         self._starts = torch.zeros(max_bs, dtype=torch.int64, device=self.device)
@@ -132,14 +134,14 @@ class MlaVerifyBackend(AttentionBackend):
         kept += [self._verify_mask.buffer] if self._verify_mask is not None else []
         size = sum(t.numel() * t.element_size() for t in kept)
         logger.info(
-            "mla_verify: CUDA-graph state of %.2f MiB for %d requests of %d nodes; it does not grow with context",
+            "mla_verify: CUDA-graph state %.2f MiB for %d requests of %d nodes, whatever the context",
             size / 2**20,
             max_bs,
             self.draft_tokens,
         )
 
     def init_forward_metadata_out_graph(self, forward_batch, in_capture: bool = False) -> None:
-        """Refresh the static buffers for a capture or a replay. Launches a few small kernels, waits for none."""
+        """Refresh the static buffers for a capture or a replay: a few small kernels, no wait."""
         mode, batch = forward_batch.forward_mode, forward_batch.batch_size
         spec_info = forward_batch.spec_info
         if mode.is_decode_or_idle() and (spec_info is None or not in_capture):
@@ -152,7 +154,9 @@ class MlaVerifyBackend(AttentionBackend):
                 "--speculative-draft-attention-backend triton for drafts, and no full-graph prefill"
             )
         padding = getattr(forward_batch, "num_padding", 0) or 0
-        torch.mul(forward_batch.req_pool_indices[:batch], self.req_to_token.shape[1], out=self._starts[:batch])
+        torch.mul(
+            forward_batch.req_pool_indices[:batch], self.req_to_token.shape[1], out=self._starts[:batch]
+        )
         torch.add(forward_batch.seq_lens[:batch], nodes if tree else 0, out=self._lens[:batch])
         if padding:
             self._lens[batch - padding : batch].zero_()
@@ -176,7 +180,9 @@ class MlaVerifyBackend(AttentionBackend):
             width = _width(nodes)
             rows = nodes * batch
             words = self._words[: rows * width].view(rows, width)
-            slots = Slots(self.req_to_token, self._starts[:batch], self._lens[:batch], self.req_to_token.shape[1])
+            slots = Slots(
+                self.req_to_token, self._starts[:batch], self._lens[:batch], self.req_to_token.shape[1]
+            )
             self._graph_steps[nodes, batch] = Step(slots, Tree(words, self._node_starts(nodes, batch), nodes))
         return self._graph_steps[nodes, batch]
 
@@ -221,7 +227,8 @@ class MlaVerifyBackend(AttentionBackend):
         """The rows of a decode or verify batch; ``seq_lens`` does not count the ``nodes`` of a draft tree."""
         bound = None
         on_host, total = forward_batch.seq_lens_cpu, forward_batch.seq_lens_sum
-        # A host copy may be a stale one: it is believed only when it agrees with the sum SGLang keeps beside it.
+        # A host copy may be a stale one: it is believed only when it agrees with the sum SGLang keeps beside
+        # it.
         if on_host is not None and total is not None and int(on_host.sum()) == total:
             bound = int(on_host.max()) + nodes
         lens = forward_batch.seq_lens + nodes if nodes else forward_batch.seq_lens
@@ -252,10 +259,10 @@ class MlaVerifyBackend(AttentionBackend):
         return self.draft_tokens if nodes is None or nodes < 1 else int(nodes)
 
     def _mask_words(self, spec_info, seq_lens: Tensor, batch: int, nodes: int) -> Tensor | None:
-        """The packed trees of a verify batch from SGLang's mask, either layout; None for a chain without a mask.
+        """The packed trees of a verify batch from SGLang's mask, either layout; None where there is none.
 
-        The layouts differ in size: QLEN_ONLY has batch * nodes ** 2 entries, FULL_MASK that plus nodes for each
-        prefix token. Our own ``verify_mask`` is QLEN_ONLY whatever its size.
+        The layouts differ in size: QLEN_ONLY has batch * nodes ** 2 entries, FULL_MASK that plus nodes for
+        each prefix token. Our own ``verify_mask`` is QLEN_ONLY whatever its size.
         """
         mask = getattr(spec_info, "custom_mask", None)
         if mask is None or nodes == 1:
@@ -268,8 +275,8 @@ class MlaVerifyBackend(AttentionBackend):
             return Tree.from_mask(mask.view(-1)[:size].view(batch, nodes, nodes), checked=False).words
         if mask.numel() < size:
             raise ValueError(
-                f"custom_mask has {mask.numel()} entries; {batch} requests of {nodes} nodes have {size} (QLEN_ONLY) "
-                "or more (FULL_MASK)"
+                f"custom_mask has {mask.numel()} entries; {batch} requests of {nodes} nodes have {size} "
+                "(QLEN_ONLY) or more (FULL_MASK)"
             )
         return Tree.from_full_mask(mask.view(-1), seq_lens[:batch], nodes, checked=False).words
 
@@ -287,13 +294,15 @@ def _require_layer(layer) -> float:
     say = f"mla_verify cannot serve attention layer {layer.layer_id}: "
     if (layer.qk_head_dim, layer.v_head_dim) != (HEAD_DIM, LATENT_DIM):
         raise UnsupportedError(
-            f"{say}its heads are {layer.qk_head_dim} and {layer.v_head_dim} wide, expected the absorbed form, "
-            f"{HEAD_DIM} and {LATENT_DIM}; use --attention-backend triton"
+            f"{say}its heads are {layer.qk_head_dim} and {layer.v_head_dim} wide, expected the absorbed "
+            f"form, {HEAD_DIM} and {LATENT_DIM}; use --attention-backend triton"
         )
     if layer.logit_cap:
         raise UnsupportedError(f"{say}logit cap {layer.logit_cap}; use --attention-backend triton")
     if layer.sliding_window_size is not None and layer.sliding_window_size > 0:
-        raise UnsupportedError(f"{say}sliding window {layer.sliding_window_size}; use --attention-backend triton")
+        raise UnsupportedError(
+            f"{say}sliding window {layer.sliding_window_size}; use --attention-backend triton"
+        )
     if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
         raise UnsupportedError(f"{say}it is not causal self-attention; use --attention-backend triton")
     if layer.k_scale is None:

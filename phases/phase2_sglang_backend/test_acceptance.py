@@ -1,7 +1,7 @@
 """Gates of phase 2 on a machine with no GPU: real SGLang, a tiny MLA model, float32.
 
-Run by the interpreter of an environment that tests/sglang_cpu/install.py made. Every engine runs in a process of its
-own. The built-in ``triton`` backend without speculation says what the tokens are.
+Run by the interpreter of an environment that tests/sglang_cpu/install.py made. Every engine runs in a process
+of its own. The built-in ``triton`` backend without speculation says what the tokens are.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def _served(outcome: engine.Outcome) -> list[list[dict]]:
     return outcome.rounds
 
 
-def _ours(model: str, prompts, suffixes, folder: Path, *, turns=TURNS, modes=("",), full_mask=False, impl="reference",
-          timeout=300, **options):  # fmt: skip
+def _ours(model: str, prompts, suffixes, folder: Path, *, turns=TURNS, modes=("",), full_mask=False,
+          impl="reference", timeout=300, **options):  # fmt: skip
     """Run mla_verify with the probe in; returns rounds and what the probe counted."""
     record, mode_file = folder / "counts.json", folder / "mode.txt"
     job = engine.Job(
@@ -87,8 +87,13 @@ def _differing(ours: list[dict], theirs: list[dict], keep: int | None = None) ->
         for request, (mine, other) in enumerate(zip(a["tokens"], b["tokens"], strict=True)):
             mine, other = mine[:keep], other[:keep]
             if mine != other:
-                at = next((i for i, (x, y) in enumerate(zip(mine, other)) if x != y), min(len(mine), len(other)))
-                found.append(f"turn {turn + 1}, request {request}, token {at}: {mine[at:][:3]} not {other[at:][:3]}")
+                at = next(
+                    (i for i, (x, y) in enumerate(zip(mine, other, strict=False)) if x != y),
+                    min(len(mine), len(other)),
+                )
+                found.append(
+                    f"turn {turn + 1}, request {request}, token {at}: {mine[at:][:3]} not {other[at:][:3]}"
+                )
     return found
 
 
@@ -107,7 +112,9 @@ def _require_walks(turns: list[dict]) -> float:
 
 def _require_radix_hits(turns: list[dict]) -> None:
     for turn in turns[1:]:
-        assert min(turn["cached"]) > 0, f"a request of a later turn hit nothing in the radix cache: {turn['cached']}"
+        assert min(turn["cached"]) > 0, (
+            f"a request of a later turn hit nothing in the radix cache: {turn['cached']}"
+        )
 
 
 def test_no_speculation_equals_builtin(model, conversations, builtin, tmp_path, gate_metrics):
@@ -121,7 +128,7 @@ def test_no_speculation_equals_builtin(model, conversations, builtin, tmp_path, 
 
 
 def test_ngram_equals_builtin_reference(model, conversations, builtin, tmp_path, gate_metrics):
-    """Trees with several branches, batch 4, two turns with radix hits, eager and on the buffers of a graph."""
+    """Trees with several branches, batch 4, two turns with radix hits, eager and on graph buffers."""
     assert len(conversations[0]) >= 20 and len({len(p) for p in conversations[0]}) >= 15
     rounds, counts = _ours(model, *conversations, tmp_path, modes=("", "graph"), **NGRAM)
     for mode, turns in zip(("eager", "graph"), rounds, strict=True):
@@ -147,9 +154,7 @@ def test_ngram_equals_builtin_triton_interpreted(model, conversations, builtin, 
     chosen = sorted(range(len(conversations[0])), key=lambda i: len(conversations[0][i]))[:REHEARSED]
     prompts = [conversations[0][i] for i in chosen]
     options = NGRAM | {"speculative_num_draft_tokens": 6}
-    rounds, counts = _ours(
-        model, prompts, [], tmp_path, turns=(few,), impl="triton", timeout=500, **options
-    )
+    rounds, counts = _ours(model, prompts, [], tmp_path, turns=(few,), impl="triton", timeout=500, **options)
     expected = [{"tokens": [builtin[0]["tokens"][i] for i in chosen]}]
     assert not (wrong := _differing(rounds[0], expected, keep=few)), wrong
     accept = _accept_length(rounds[0])
@@ -192,7 +197,10 @@ def test_refusals(tmp_path, gate_metrics):
     )  # fmt: skip
     outcome = engine.run_engine(job, tmp_path / "not-mla", timeout=120)
     assert outcome.returncode != 0 and not outcome.rounds
-    assert "LlamaForCausalLM has no multi-head latent attention (MLA); use --attention-backend triton" in outcome.log
+    assert (
+        "LlamaForCausalLM has no multi-head latent attention (MLA); use --attention-backend triton"
+        in outcome.log
+    )
     gate_metrics["refused"] = 1
 
 

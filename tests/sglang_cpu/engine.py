@@ -1,7 +1,7 @@
 """One SGLang engine run in a process of its own: ``engine.py JOB.json RESULT.json``.
 
-The gates call ``run_engine``; it starts the interpreter that runs the gate again, in a clean environment, so an
-engine never inherits what a test set, and a hanging one is killed with all its children.
+The gates call ``run_engine``; it starts the interpreter that runs the gate again, in a clean environment, so
+an engine never inherits what a test set, and a hanging one is killed with all its children.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ KEPT = ("HOME", "LANG", "LC_ALL", "TMPDIR", "XDG_CACHE_HOME", "TORCH_EXTENSIONS_
 
 @dataclass
 class Job:
-    """prompts are token ids; ``turns`` says how many tokens each turn generates. From the second turn on a prompt is
-    the conversation so far and the request's suffix. ``modes`` repeats all that, once for each mode of the probe."""
+    """prompts are token ids; ``turns`` says how many tokens each turn generates. From the second turn on a
+    prompt is the conversation so far and the request's suffix. ``modes`` repeats all that, once for each mode
+    of the probe."""
 
     model: str
     prompts: list[list[int]]
@@ -53,6 +54,9 @@ def environment(python: Path, **more: str) -> dict[str, str]:
         "TRITON_INTERPRET": "1",
         "HF_HUB_OFFLINE": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
+        # Thousands of tiny products: on a busy machine a second thread costs a time slice at each of them.
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
     }
     return env | ({"CXX": str(wrapper)} if wrapper.exists() else {}) | more
 
@@ -119,7 +123,9 @@ def _serve(job: Job, result: Path) -> None:
                 }
             )
             suffixes = job.suffixes or [[]] * len(prompts)
-            prompts = [p + out["output_ids"] + s for p, out, s in zip(prompts, outputs, suffixes, strict=True)]
+            prompts = [
+                p + out["output_ids"] + s for p, out, s in zip(prompts, outputs, suffixes, strict=True)
+            ]
         rounds.append(turns)
     result.write_text(json.dumps(rounds))
     engine.shutdown()

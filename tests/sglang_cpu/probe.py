@@ -2,7 +2,7 @@
 
 ``write_entry_point`` makes it visible to an engine; ``$MLA_VERIFY_PROBE`` (JSON) says what it does:
   record      path: counts of verify steps, trees with a branching node and mask layouts are written there
-  full_mask   true: NGRAM passes FULL_MASK, the layout of the CUDA engine, instead of the CPU engine's QLEN_ONLY
+  full_mask   true: NGRAM passes FULL_MASK, the layout of the CUDA engine, not QLEN_ONLY
   mode_file   path to a file naming what happens to the decode and verify steps that follow (empty: nothing)
                 graph               they run on the buffers of a captured graph, padded by one request
                 mask, slot, prefix  verify steps with that fault: negative controls
@@ -21,11 +21,13 @@ DROPPED = 16  # tokens at the start of a prefix that the "prefix" fault hides
 
 
 def write_entry_point(folder: Path) -> Path:
-    """Write a distribution that names ``register``, so that a process with ``folder`` on its path loads it."""
+    """Write a distribution that names ``register``, which an engine with ``folder`` on its path loads."""
     info = folder / "mla_verify_probe-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mla-verify-probe\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nmla_verify_probe = mla_verify_probe:register\n")
+    (info / "entry_points.txt").write_text(
+        "[sglang.srt.plugins]\nmla_verify_probe = mla_verify_probe:register\n"
+    )
     (folder / "mla_verify_probe.py").write_text(Path(__file__).read_text())
     return folder
 
@@ -56,7 +58,9 @@ def _watch(cls, wanted: dict) -> None:
             counts["largest_batch"] = max(counts["largest_batch"], batch)
             full = spec_info.custom_mask.numel() > batch * nodes * nodes
             counts["full_mask" if full else "qlen_only"] += 1
-            counts["branching_trees"] += sum(_branches(words[b * nodes : (b + 1) * nodes]) for b in range(batch))
+            counts["branching_trees"] += sum(
+                _branches(words[b * nodes : (b + 1) * nodes]) for b in range(batch)
+            )
             save()
         return words
 
@@ -93,7 +97,7 @@ def _branches(words) -> bool:
 
 
 def _captured(self, forward_batch):
-    """Capture and replay this step as SGLang's runner does, with one padding request; return what layers read."""
+    """Capture and replay this step as SGLang's runner does, padded by a request; what layers read."""
     import torch
 
     batch = forward_batch.batch_size

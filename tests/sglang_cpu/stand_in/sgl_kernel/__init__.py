@@ -1,7 +1,8 @@
 """A stand-in for sgl_kernel on a machine with no GPU: what SGLang's CPU engine imports, in plain torch.
 
-PyPI has sgl_kernel for CUDA alone. Written from SGLang's call sites; it registers no ``torch.ops.sgl_kernel``, so
-SGLang finds no AMX kernels and stays on torch. Slots and lengths are small here, hence loops over requests.
+PyPI has sgl_kernel for CUDA alone. Written from SGLang's call sites; it registers no
+``torch.ops.sgl_kernel``, so SGLang finds no AMX kernels and stays on torch. Slots and lengths are small here,
+hence loops over requests.
 """
 
 import torch
@@ -10,7 +11,7 @@ import torch
 def assign_req_to_token_pool_cpu(rows, table, starts, ends, slots, width):
     """Write ``slots``, request after request, to columns starts:ends of each request's row of ``table``."""
     done = 0
-    for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist()):
+    for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
         table[row, start:end] = slots[done : done + end - start].to(table.dtype)
         done += end - start
 
@@ -18,7 +19,7 @@ def assign_req_to_token_pool_cpu(rows, table, starts, ends, slots, width):
 def assign_extend_cache_locs_cpu(rows, table, starts, ends, slots, width):
     """The reverse: read those columns into ``slots``."""
     done = 0
-    for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist()):
+    for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
         slots[done : done + end - start] = table[row, start:end].to(slots.dtype)
         done += end - start
 
@@ -26,18 +27,18 @@ def assign_extend_cache_locs_cpu(rows, table, starts, ends, slots, width):
 def assign_draft_cache_locs_contiguous_cpu(rows, table, lens, slots, width, topk, steps):
     """The ``topk * steps`` slots behind each request's tokens."""
     count = topk * steps
-    for i, (row, length) in enumerate(zip(rows.tolist(), lens.tolist())):
+    for i, (row, length) in enumerate(zip(rows.tolist(), lens.tolist(), strict=True)):
         slots[i * count : (i + 1) * count] = table[row, length : length + count].to(slots.dtype)
 
 
 def copy_all_layer_kv_cache_cpu(pointers, strides, targets, sources):
-    """Copy K/V rows sources to targets in every layer; the pools are given as addresses. All reads come first."""
+    """Copy K/V rows in every layer; the pools are given as addresses. All reads come first."""
     import ctypes
 
-    pairs = list(zip(targets.tolist(), sources.tolist()))
-    for base, stride in zip(pointers.tolist(), strides.tolist()):
+    pairs = list(zip(targets.tolist(), sources.tolist(), strict=True))
+    for base, stride in zip(pointers.tolist(), strides.tolist(), strict=True):
         rows = [ctypes.string_at(base + source * stride, stride) for _, source in pairs]
-        for (target, _), row in zip(pairs, rows):
+        for (target, _), row in zip(pairs, rows, strict=True):
             ctypes.memmove(base + target * stride, row, stride)
 
 
