@@ -22,8 +22,14 @@ from rich.console import Console
 KIMI_K2 = {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "torch_dtype": "bfloat16"}
 
 
+@pytest.fixture(autouse=True)
+def no_hardware(monkeypatch):
+    """Asking what this machine is takes seconds, and nothing here depends on it."""
+    monkeypatch.setattr(cli, "_hardware", dict)
+
+
 def reply(*, tokens=32, step_s=0.01, start=0.0, ttft=0.5, prompt=1000, per_event=1, **fields):
-    """A reply as a good server gives it: one token at ``ttft``, then ``per_event`` tokens every ``step_s``."""
+    """A good server's reply: one token at ``ttft``, then ``per_event`` tokens every ``step_s``."""
     first = start + ttft
     marks = [(first + i * step_s, 1 + i * per_event) for i in range((tokens - 1) // per_event + 1)]
     told = dict(

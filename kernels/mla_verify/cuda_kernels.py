@@ -22,9 +22,9 @@ from .tree import Tree
 LATENT = 512
 LOG2_E = 1.4426950408889634
 BLOCK_ROWS = 32  # ROWS in verify.cu
-SHARED_BYTES = 98_048  # sizeof(Shared) in verify.cu
+SHARED_BYTES = 90_368  # sizeof(Shared) in verify.cu
 MOST_PIECES = 512  # room for the weights of a row's partial results in merge
-WORKSPACE_BYTES = 1 << 30
+WORKSPACE_BYTES = 1 << 28  # partial results of one launch; larger batches take several launches
 SOURCE = Path(__file__).with_name("verify.cu")
 
 
@@ -33,11 +33,11 @@ class SplitRule:
     """Into how many pieces a prefix is cut. It decides bits, so it depends on the device alone."""
 
     max_splits: int  # one wave of blocks at 32 query rows
-    min_split: int = 64  # tokens of a piece at least: two tiles, or loading never overlaps
+    min_split: int = 64  # tokens of a piece at least: four tiles, or loading never overlaps
 
 
 def supports(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
-    """"" where the kernel takes these dtypes, else what to use instead."""
+    """ "" where the kernel takes these dtypes, else what to use instead."""
     if q_dtype == kv_dtype and q_dtype in (torch.bfloat16, torch.float16):
         return ""
     return f"q {q_dtype} with kv {kv_dtype} is not compiled; both bfloat16 or both float16, or impl='triton'"
@@ -78,7 +78,7 @@ def build(architecture: str, q_dtype: torch.dtype, index_dtype: torch.dtype) -> 
     return cubin
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _kernels(device: int, q_dtype: torch.dtype, index_dtype: torch.dtype):
     from cuda.bindings import driver
     from cuda.core import Device, ObjectCode
@@ -94,11 +94,13 @@ def _kernels(device: int, q_dtype: torch.dtype, index_dtype: torch.dtype):
         driver.CUdevice(device),
     )
     if status != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"this GPU refuses {SHARED_BYTES:,} B of shared memory a block ({status.name}); use impl='triton'")
+        raise RuntimeError(
+            f"this GPU refuses a block {SHARED_BYTES:,} B of shared memory: {status.name}; use impl='triton'"
+        )
     return partial, merge
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def split_rule(device: int) -> SplitRule:
     return SplitRule(min(MOST_PIECES - 1, torch.cuda.get_device_properties(device).multi_processor_count))
 
@@ -111,9 +113,7 @@ def _stream(device: int, handle: int):
     return Stream.from_handle(handle) if handle else Device().default_stream
 
 
-def verify(
-    q: Tensor, kv: Tensor, slots: Slots, tree: Tree, sm_scale: float, kv_scale: float
-) -> tuple[Tensor, Tensor]:
+def verify(q: Tensor, kv: Tensor, slots: Slots, tree: Tree, sm_scale: float, kv_scale: float) -> tuple[Tensor, Tensor]:
     from cuda.core import LaunchConfig, launch
 
     if why := supports(q.dtype, kv.dtype):

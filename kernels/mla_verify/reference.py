@@ -38,8 +38,6 @@ def verify_float64(
     return out, lse
 
 
-def verify(
-    q: Tensor, kv: Tensor, slots: Slots, tree: Tree, sm_scale: float, kv_scale: float
-) -> tuple[Tensor, Tensor]:
+def verify(q: Tensor, kv: Tensor, slots: Slots, tree: Tree, sm_scale: float, kv_scale: float) -> tuple[Tensor, Tensor]:
     out, lse = verify_float64(q, kv, slots, tree, sm_scale, kv_scale)
     return out.to(q.dtype), lse.to(torch.float32)

@@ -35,9 +35,7 @@ class Slots:
         if not self.indices.is_contiguous():
             raise ValueError("indices is not contiguous; pass indices.contiguous()")
         if self.starts.dtype != torch.int64 or self.starts.dim() != 1:
-            raise ValueError(
-                f"starts is {self.starts.dtype} {list(self.starts.shape)}; expected int64 [batch]"
-            )
+            raise ValueError(f"starts is {self.starts.dtype} {list(self.starts.shape)}; expected int64 [batch]")
         if self.lens.dtype != torch.int32 or self.lens.shape != self.starts.shape:
             raise ValueError(
                 f"lens is {self.lens.dtype} {list(self.lens.shape)}; expected int32 {list(self.starts.shape)}"

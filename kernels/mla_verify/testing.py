@@ -105,9 +105,7 @@ class Problem:
     def lists(self) -> list[list[int]]:
         """Each request's slots, on the host."""
         flat = self.slots.indices.flatten().tolist()
-        return [
-            flat[s : s + n] for s, n in zip(self.slots.starts.tolist(), self.slots.lens.tolist(), strict=True)
-        ]
+        return [flat[s : s + n] for s, n in zip(self.slots.starts.tolist(), self.slots.lens.tolist(), strict=True)]
 
     def rows(self, request: int) -> slice:
         starts = self.tree.node_starts.tolist()
@@ -178,9 +176,7 @@ def compare(problem: Problem, out: Tensor, lse: Tensor, vocabulary: int = 512) -
     row_error, lse_error = errors.max().item(), lse_errors.max().item()
     if row_error > tolerance:
         t, h = divmod(int(errors.argmax()), errors.shape[1])
-        return Comparison(
-            row_error, lse_error, 0, f"row {t} head {h} is off by {row_error:.2e}, over {tolerance:.0e}"
-        )
+        return Comparison(row_error, lse_error, 0, f"row {t} head {h} is off by {row_error:.2e}, over {tolerance:.0e}")
     if lse_error > LSE_TOLERANCE:
         return Comparison(row_error, lse_error, 0, f"LSE is off by {lse_error:.2e}, over {LSE_TOLERANCE:.0e}")
     g = torch.Generator().manual_seed(17)

@@ -32,13 +32,10 @@ class Tree:
             raise ValueError(f"max_nodes is {self.max_nodes!r}; a tree has 1 to {MAX_NODES} nodes")
         width = _width(self.max_nodes)
         if self.words.dtype != torch.int32 or self.words.dim() != 2 or self.words.shape[1] != width:
-            raise ValueError(
-                f"words is {self.words.dtype} {list(self.words.shape)}; expected int32 [nodes, {width}]"
-            )
+            raise ValueError(f"words is {self.words.dtype} {list(self.words.shape)}; expected int32 [nodes, {width}]")
         if self.node_starts.dtype != torch.int32 or self.node_starts.dim() != 1:
             raise ValueError(
-                f"node_starts is {self.node_starts.dtype} {list(self.node_starts.shape)}; "
-                "expected int32 [batch + 1]"
+                f"node_starts is {self.node_starts.dtype} {list(self.node_starts.shape)}; expected int32 [batch + 1]"
             )
         if self.node_starts.numel() < 1:
             raise ValueError("node_starts is empty; expected [batch + 1] entries")
@@ -59,9 +56,7 @@ class Tree:
         return self.node_starts[1:] - self.node_starts[:-1]
 
     @classmethod
-    def chain(
-        cls, nodes: int | Sequence[int], batch: int = 1, device: torch.device | str = "cpu"
-    ) -> Tree:
+    def chain(cls, nodes: int | Sequence[int], batch: int = 1, device: torch.device | str = "cpu") -> Tree:
         """Chains: node ``i`` sees nodes 0 to ``i``. ``nodes`` is one length for all or one for each request."""
         counts = [nodes] * batch if isinstance(nodes, int) else list(nodes)
         _check_counts(counts)
@@ -91,9 +86,7 @@ class Tree:
             for i, parent in enumerate(own):
                 if not isinstance(parent, int) or not -1 <= parent < i:
                     why = "its own parent: a cycle" if parent == i else f"expected -1 (a root) to {i - 1}"
-                    raise ValueError(
-                        f"parents[{b}][{i}] = {parent!r}: {why}. A parent stands before its children"
-                    )
+                    raise ValueError(f"parents[{b}][{i}] = {parent!r}: {why}. A parent stands before its children")
                 masks.append((masks[parent] if parent >= 0 else 0) | 1 << i)
             rows += [[_signed(m >> 32 * w) for w in range(_width(most))] for m in masks]
         device = "cpu" if device is None else device
@@ -143,9 +136,7 @@ class Tree:
             for b, (at, prefix) in enumerate(zip(begin.tolist(), lens.tolist(), strict=True)):
                 own = mask[at : at + nodes * (prefix + nodes)].view(nodes, prefix + nodes)
                 if not own[:, :prefix].all():
-                    raise ValueError(
-                        f"mask of request {b} hides prefix tokens; a draft node sees the whole prefix"
-                    )
+                    raise ValueError(f"mask of request {b} hides prefix tokens; a draft node sees the whole prefix")
         i = torch.arange(nodes, device=mask.device)
         at = (begin + lens)[:, None, None] + i[None, :, None] * width[:, None, None] + i[None, None, :]
         return cls.from_mask(mask[at], checked=checked)

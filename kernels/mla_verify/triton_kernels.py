@@ -28,7 +28,7 @@ from .tree import Tree
 
 LATENT = 512
 LOG2_E = 1.4426950408889634
-WORKSPACE_BYTES = 1 << 30  # partial results of one launch; larger batches take several launches
+WORKSPACE_BYTES = 1 << 28  # partial results of one launch; larger batches take several launches
 # Numbers that change from call to call: Triton must not compile again when one becomes 1 or a multiple of 16.
 VARYING = ("first_request", "first_block", "first_row", "heads", "max_rows", "splits", "width")
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -44,8 +44,7 @@ class Config:
     stages: int
     max_splits: int  # pieces of a long prefix: about one wave of programs at one tile of rows
     min_split: int  # tokens of a piece at least: below, the merge costs more than the split saves
-    prefix_parts: int = 1  # 1 or 2: programs that share the 512 output columns of one tile and piece
-    tail_parts: int = 4  # the same for the tail
+    tail_parts: int = 4  # programs that share the 512 output columns of one tile and tree
 
 
 def config(dtype: torch.dtype, capability: tuple[int, int], sm_count: int, shared_bytes: int) -> Config:
@@ -55,13 +54,18 @@ def config(dtype: torch.dtype, capability: tuple[int, int], sm_count: int, share
         return Config(block_rows=64, block_keys=64, warps=4, stages=1, max_splits=8, min_split=64, tail_parts=1)
     if dtype == torch.float32:
         return Config(block_rows=16, block_keys=16, warps=4, stages=1, max_splits=sm_count, min_split=64)
+    # Measured on one H200, bf16, ms at H, N, L = 8, 16, 1k / 16, 16, 16k / 16, 1, 185k / 8, 16, 185k / 16, 16, 185k:
+    #   64 x 64 keys, 8 warps            0.032 / 0.115 / 0.138 / 0.258 / 0.472
+    #   64 x 32 keys, 8 warps, 3 stages  0.036 / 0.133 / 0.176 / 0.341 / 0.647
+    #   128 x 32 keys, two parts         0.036 / 0.092 / 0.245 / 0.258 / 0.481
+    #   32 x 32 keys (fits sm_120)       0.036 / 0.200 / 0.198 / 0.703 / 1.343
     if shared_bytes >= 227 * 1024:  # sm_90, sm_100
         return Config(block_rows=64, block_keys=64, warps=8, stages=2, max_splits=sm_count, min_split=64)
     # sm_80 to sm_89, sm_120: 99 KiB. Eight warps, or the accumulator spills
     return Config(block_rows=32, block_keys=32, warps=8, stages=2, max_splits=sm_count, min_split=64)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _device_config(dtype: torch.dtype, index: int | None) -> Config:
     if index is None:
         return config(dtype, (0, 0), 1, 0)
@@ -97,19 +101,14 @@ def _prefix(
     q, kv, indices, starts, lens, node_starts, part_out, part_lse,
     score_scale, first_request, first_block, heads, max_rows, splits,
     DTYPE: tl.constexpr, E4M3: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows against one piece of the prefix. grid (row blocks * PARTS, splits, requests).
-
-    A program owns 512 / PARTS of the output's columns and computes the scores for itself: so the accumulator of a tall
-    tile fits the registers, and a warp group has its rows' softmax to itself.
+    """One tile of rows against one piece of the prefix. grid (row blocks, splits, requests).
 
     part_out [requests, max_rows, splits + 1, 512] takes normalised float32, part_lse [requests, max_rows, splits + 1]
     its log2-sum-exp2; index 0 is the tail's.
     """
-    COLUMNS: tl.constexpr = 512 // PARTS
-    block = first_block + tl.program_id(0) // PARTS
-    part = tl.program_id(0) % PARTS
+    block = first_block + tl.program_id(0)
     split = tl.program_id(1)
     local = tl.program_id(2)
     request = first_request + local
@@ -123,17 +122,14 @@ def _prefix(
         row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         mine = row < nodes * heads
         own = indices + tl.load(starts + request)
-        d = part * COLUMNS + tl.arange(0, COLUMNS)
+        d = tl.arange(0, 512)
         dr = 512 + tl.arange(0, 64)
         q_row = q + (first_node.to(tl.int64) * heads + row) * 576
         qn = tl.load(q_row[:, None] + d[None], mask=mine[:, None], other=0.0).to(DTYPE)
         qr = tl.load(q_row[:, None] + dr[None], mask=mine[:, None], other=0.0).to(DTYPE)
-        if PARTS == 2:
-            do = (1 - part) * COLUMNS + tl.arange(0, COLUMNS)
-            qo = tl.load(q_row[:, None] + do[None], mask=mine[:, None], other=0.0).to(DTYPE)
         top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_ROWS], tl.float32)
-        acc = tl.zeros([BLOCK_ROWS, COLUMNS], tl.float32)
+        acc = tl.zeros([BLOCK_ROWS, 512], tl.float32)
         key = tl.arange(0, BLOCK_KEYS)
         for at in tl.range(begin, end, BLOCK_KEYS, num_stages=STAGES):
             here = at + key < end
@@ -142,9 +138,6 @@ def _prefix(
             kr = tl.load(kv + slot[:, None] * 576 + dr[None], mask=here[:, None], other=0)
             kn = _widen(kn, DTYPE, E4M3)
             s = tl.dot(qn, tl.trans(kn), input_precision="ieee")
-            if PARTS == 2:
-                ko = tl.load(kv + slot[:, None] * 576 + do[None], mask=here[:, None], other=0)
-                s = tl.dot(qo, tl.trans(_widen(ko, DTYPE, E4M3)), s, input_precision="ieee")
             s = tl.dot(qr, tl.trans(_widen(kr, DTYPE, E4M3)), s, input_precision="ieee") * score_scale
             s = tl.where(here[None], s, float("-inf"))
             higher = tl.maximum(top, tl.max(s, 1))
@@ -155,8 +148,7 @@ def _prefix(
             top = higher
         to = (local * max_rows + row - first_block * BLOCK_ROWS).to(tl.int64) * (splits + 1) + 1 + split
         tl.store(part_out + to[:, None] * 512 + d[None], acc / total[:, None], mask=mine[:, None])
-        if part == 0:
-            tl.store(part_lse + to, top + tl.log2(total), mask=mine)
+        tl.store(part_lse + to, top + tl.log2(total), mask=mine)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -267,9 +259,7 @@ def product_dtype(q: torch.dtype, kv: torch.dtype) -> torch.dtype:
     return q if kv == torch.float8_e4m3fn else torch.promote_types(q, kv)
 
 
-def verify(
-    q: Tensor, kv: Tensor, slots: Slots, tree: Tree, sm_scale: float, kv_scale: float
-) -> tuple[Tensor, Tensor]:
+def verify(q: Tensor, kv: Tensor, slots: Slots, tree: Tree, sm_scale: float, kv_scale: float) -> tuple[Tensor, Tensor]:
     dtype = product_dtype(q.dtype, kv.dtype)
     cfg = _device_config(dtype, q.get_device() if q.is_cuda else None)
     rows, heads = q.shape[:2]
@@ -297,13 +287,14 @@ def verify(
             where = (sm_scale * kv_scale * LOG2_E, r, b, heads, max_rows, splits)
             tile = dict(DTYPE=_DTYPES[dtype], E4M3=e4m3, BLOCK_ROWS=cfg.block_rows, num_warps=cfg.warps)
             if splits:
-                _prefix[(count * cfg.prefix_parts, splits, requests)](
+                _prefix[(count, splits, requests)](
                     q, kv, slots.indices, slots.starts, slots.lens, tree.node_starts, part_out, part_lse, *where,
-                    STAGES=cfg.stages, PARTS=cfg.prefix_parts, num_stages=cfg.stages, **tile, **rule,
+                    STAGES=cfg.stages, num_stages=cfg.stages, **tile, **rule,
                 )  # fmt: skip
             _tail[(count, cfg.tail_parts, requests)](
-                q, kv, slots.indices, slots.starts, slots.lens, tree.words, tree.node_starts, part_out, part_lse, *where,
-                tree.words.shape[1], WIDTH=32 * triton.next_power_of_2(tree.words.shape[1]),
+                q, kv, slots.indices, slots.starts, slots.lens, tree.words, tree.node_starts, part_out, part_lse,
+                *where, tree.words.shape[1],
+                WIDTH=32 * triton.next_power_of_2(tree.words.shape[1]),
                 COLUMNS=LATENT // cfg.tail_parts, num_stages=1, **tile,
             )  # fmt: skip
             _merge[(min(count * cfg.block_rows, tree.max_nodes * heads - b * cfg.block_rows), 4, requests)](

@@ -1,18 +1,21 @@
 // MLA verify attention over a split prefix, for every card from sm_80 to sm_121: mma.sync, ldmatrix, cp.async.
 //
 // partial: one block takes 32 query rows (a row is node * heads + head) of one request against one piece of its prefix,
-//   or, as piece 0, against the nodes of its draft tree. 8 warps, 98,048 B of shared memory, so that one source fits the
-//   101,376 B that sm_120 gives a block.
-//     S = Q K^T   Q lives in registers: warp (g, h) holds 32 rows x the g-th 144 of the 576 columns, as MMA fragments,
-//                 and takes 16 of a tile's 32 tokens. The four column groups' sums meet in shared memory, in order.
-//     softmax     8 threads a row, online.
+//   or, as piece 0, against the nodes of its draft tree. 8 warps and 90,368 B of shared memory: one source fits the
+//   101,376 B that sm_120 gives a block. Tiles of 16 tokens pass through a ring of four: one holds V of the tile before,
+//   one is worked on, two are on their way.
+//     S = Q K^T   Q lives in registers as MMA fragments: warp (g, h) holds 32 rows x the g-th 144 of the 576 columns and
+//                 takes 8 of the 16 tokens. The four column groups' sums meet in shared memory, added in order.
+//     softmax     8 threads a row, online, while the tensor cores do the P V of the tile before.
 //     O += P V    warp w owns columns 64 w of the 512. V is the K tile itself, read through ldmatrix.trans.
-//   K rows are 1,152 B apart from any slot, by 16 B cp.async from all warps, two tiles of 32 tokens deep; a row's stride in
-//   shared memory is 1,168 B, which keeps ldmatrix free of bank conflicts.
+//   K rows are 1,152 B from any slot, by 16 B cp.async from all warps; a row's stride in shared memory is 1,168 B, which
+//   keeps ldmatrix free of bank conflicts.
 // merge: joins a row's partial results in the order of their index.
 //
 // Bits: tile shapes never depend on the batch or on the tree's size, a piece on nothing but the request's own prefix.
 // Tree nodes are summed one by one in float32: a hidden node adds nothing, so siblings cannot move a bit.
+//
+// plans/0002 has what each version changed and measured.
 
 #if USE_BF16
 #include <cuda_bf16.h>
@@ -32,17 +35,17 @@ typedef INDEX_TYPE Index;
 typedef unsigned int u32;
 typedef long long i64;
 
-constexpr int ROWS = 32, KEYS = 32, DIM = 576, LATENT = 512, THREADS = 256;
+constexpr int ROWS = 32, KEYS = 16, STAGES = 4, DIM = 576, LATENT = 512, THREADS = 256;
 constexpr int K_STRIDE = DIM + 8;  // elements
-constexpr int S_STRIDE = 40, P_STRIDE = 40;
+constexpr int S_STRIDE = 24, P_STRIDE = 24;
 constexpr int TREE_STRIDE = 132;  // scores of a tree, in the second K tile's place
 constexpr int GROUPS = 4, GROUP_STEPS = DIM / GROUPS / 16;
 #define NEG_INF __int_as_float(0xff800000)
 
 struct Shared {
-  T k[2][KEYS][K_STRIDE];
+  T k[STAGES][KEYS][K_STRIDE];
   float s[GROUPS][ROWS][S_STRIDE];
-  T p[ROWS][P_STRIDE];
+  T p[2][ROWS][P_STRIDE];
   float row[2][ROWS];
 };
 static_assert(sizeof(Shared) <= 101376, "sm_120 gives a block 101,376 B");
@@ -58,6 +61,9 @@ __device__ __forceinline__ void ldmatrix_trans(u32 (&r)[4], const T* p) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(p)));
 }
+__device__ __forceinline__ void ldmatrix_half(u32 (&r)[2], const T* p) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(shared_address(p)));
+}
 __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." MMA_TYPE "." MMA_TYPE ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -69,6 +75,7 @@ __device__ __forceinline__ void copy16(void* to, const void* from, bool real) {
 }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ void wait_all_but_newest() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
 
 __device__ __forceinline__ int piece_tokens(int prefix, int max_splits, int min_split) {
   int each = (prefix + max_splits - 1) / max_splits;
@@ -76,56 +83,92 @@ __device__ __forceinline__ int piece_tokens(int prefix, int max_splits, int min_
   return each > min_split ? each : min_split;
 }
 
-// Warp w brings rows 4 w .. 4 w + 3 of the tile; `slot` of lanes 0 to 3 are theirs, -1 where the token does not exist.
-__device__ __forceinline__ void load_tile(T (*tile)[K_STRIDE], const T* kv, i64 slot, int warp, int lane) {
-#pragma unroll
-  for (int i = 0; i < 9; ++i) {
-    int chunk = i * 32 + lane, row = chunk / 72, column = (chunk - row * 72) * 8;
-    i64 from = __shfl_sync(~0u, slot, row);
-    copy16(&tile[warp * 4 + row][column], kv + (from < 0 ? 0 : from) * DIM + column, from >= 0);
-  }
+// Warp w brings rows 2 w and 2 w + 1 of the tile; `slot` of lanes 0 and 1 are theirs, -1 where the token does not exist.
+// The two rows are 144 chunks of 16 B; addresses are arranged so that all but the third take an immediate offset.
+__device__ __forceinline__ void load_tile(T (*tile)[K_STRIDE], const T* kv, Index slot, int warp, int lane) {
+  const Index first = __shfl_sync(~0u, slot, 0), second = __shfl_sync(~0u, slot, 1);
+  const T* a = kv + (i64)(first < 0 ? 0 : first) * DIM + lane * 8;
+  const T* b = kv + ((i64)(second < 0 ? 0 : second) - 1) * DIM + lane * 8;
+  T* to = &tile[warp * 2][lane * 8];
+  copy16(to, a, first >= 0);
+  copy16(to + 256, a + 256, first >= 0);
+  if (lane < 8) copy16(to + 512, a + 512, first >= 0);
+  else copy16(to + 512 + 8, b + 512, second >= 0);
+  copy16(to + 768 + 8, b + 768, second >= 0);
+  if (lane < 16) copy16(to + 1024 + 8, b + 1024, second >= 0);
   commit();
 }
 
-__device__ __forceinline__ i64 slot_of(const Index* own, int at, int end, int warp, int lane) {
-  int token = at + warp * 4 + lane;
-  return lane < 4 && token < end ? (i64)own[token] : -1;
+// The slot stays as it was read: widening it here would wait for the load.
+__device__ __forceinline__ Index slot_of(const Index* own, int at, int end, int warp, int lane) {
+  const int token = at + warp * 2 + lane;
+  return lane < 2 && token < end ? own[token] : (Index)-1;
 }
 
-// This warp's part of S for the tile: 32 rows x its 16 tokens, summed over its 144 columns.
+// This warp's part of S for the tile: 32 rows x its 8 tokens, summed over its 144 columns in two interleaved chains.
 __device__ __forceinline__ void scores(Shared& sh, const T (*tile)[K_STRIDE], const u32 (&q)[2][GROUP_STEPS][4], int warp, int lane) {
   const int g = warp >> 1, h = warp & 1;
   float s[2][2][4] = {};
-  const T* from = &tile[h * 16 + (lane >> 4) * 8 + (lane & 7)][g * 144 + ((lane >> 3) & 1) * 8];
+  const T* from = &tile[h * 8 + (lane & 7)][g * 144 + (lane >> 3) * 8];
 #pragma unroll
-  for (int step = 0; step < GROUP_STEPS; ++step) {
+  for (int step = 0; step < GROUP_STEPS - 1; step += 2) {
     u32 b[4];
     ldmatrix(b, from + step * 16);
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
       mma(s[m][0], q[m][step], b[0], b[1]);
-      mma(s[m][1], q[m][step], b[2], b[3]);
+      mma(s[m][1], q[m][step + 1], b[2], b[3]);
     }
   }
+  u32 b[2];
+  ldmatrix_half(b, &tile[h * 8 + (lane & 7)][g * 144 + (GROUP_STEPS - 1) * 16 + ((lane >> 3) & 1) * 8]);
 #pragma unroll
-  for (int m = 0; m < 2; ++m)
+  for (int m = 0; m < 2; ++m) mma(s[m][0], q[m][GROUP_STEPS - 1], b[0], b[1]);
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      float* to = &sh.s[g][m * 16 + (lane >> 2)][h * 16 + n * 8 + (lane & 3) * 2];
-      *reinterpret_cast<float2*>(to) = make_float2(s[m][n][0], s[m][n][1]);
-      *reinterpret_cast<float2*>(to + 8 * S_STRIDE) = make_float2(s[m][n][2], s[m][n][3]);
-    }
+  for (int m = 0; m < 2; ++m) {
+    float* to = &sh.s[g][m * 16 + (lane >> 2)][h * 8 + (lane & 3) * 2];
+    *reinterpret_cast<float2*>(to) = make_float2(s[m][0][0] + s[m][1][0], s[m][0][1] + s[m][1][1]);
+    *reinterpret_cast<float2*>(to + 8 * S_STRIDE) = make_float2(s[m][0][2] + s[m][1][2], s[m][0][3] + s[m][1][3]);
+  }
 }
 
-__device__ __forceinline__ float4 whole_scores(const Shared& sh, int row, int sub, float scale) {
-  float4 x = *reinterpret_cast<const float4*>(&sh.s[0][row][sub * 4]);
+__device__ __forceinline__ float2 whole_scores(const Shared& sh, int row, int sub, float scale) {
+  float2 x = *reinterpret_cast<const float2*>(&sh.s[0][row][sub * 2]);
 #pragma unroll
   for (int g = 1; g < GROUPS; ++g) {
-    float4 y = *reinterpret_cast<const float4*>(&sh.s[g][row][sub * 4]);
-    x.x += y.x; x.y += y.y; x.z += y.z; x.w += y.w;
+    const float2 y = *reinterpret_cast<const float2*>(&sh.s[g][row][sub * 2]);
+    x.x += y.x;
+    x.y += y.y;
   }
-  x.x *= scale; x.y *= scale; x.z *= scale; x.w *= scale;
-  return x;
+  return make_float2(x.x * scale, x.y * scale);
+}
+
+// acc (32 rows x this warp's 64 columns) = acc * shrink + P V for one tile.
+__device__ __forceinline__ void accumulate(const Shared& sh, float (&acc)[2][8][4], const T (*tile)[K_STRIDE], int parity, bool shrink, int warp, int lane) {
+  if (shrink) {
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      const float a = sh.row[parity][m * 16 + (lane >> 2)], b = sh.row[parity][m * 16 + 8 + (lane >> 2)];
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        acc[m][n][0] *= a; acc[m][n][1] *= a; acc[m][n][2] *= b; acc[m][n][3] *= b;
+      }
+    }
+  }
+  u32 p[2][4];
+  ldmatrix(p[0], &sh.p[parity][lane & 15][(lane >> 4) * 8]);
+  ldmatrix(p[1], &sh.p[parity][16 + (lane & 15)][(lane >> 4) * 8]);
+  const T* from = &tile[lane & 15][warp * 64 + (lane >> 4) * 8];
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    u32 v[4];
+    ldmatrix_trans(v, from + n * 16);
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      mma(acc[m][n * 2], p[m], v[0], v[1]);
+      mma(acc[m][n * 2 + 1], p[m], v[2], v[3]);
+    }
+  }
 }
 
 // grid (row blocks, 1 + splits, requests). part_out [requests, max_rows, splits + 1, 512] takes normalised float32,
@@ -154,9 +197,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) partial(
     end = prefix + nodes;
   }
   const Index* own = indices + starts[request];
-  i64 slot = slot_of(own, begin, end, warp, lane);
-  load_tile(sh.k[0], kv, slot, warp, lane);
-  slot = slot_of(own, begin + KEYS, end, warp, lane);
+  load_tile(sh.k[0], kv, slot_of(own, begin, end, warp, lane), warp, lane);
 
   u32 qf[2][GROUP_STEPS][4];
   const T* q_rows = q + ((i64)first_node * heads + first_row) * DIM;
@@ -182,35 +223,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) partial(
     float* tree = reinterpret_cast<float*>(&sh.k[1][0][0]);
     const int node = (first_row + my_row) / heads;
     float top = NEG_INF;
-    for (int at = 0; at < nodes; at += 32) {
+    for (int at = 0; at < nodes; at += KEYS) {
       wait_all();
       __syncthreads();
       scores(sh, sh.k[0], qf, warp, lane);
       __syncthreads();
-      if (at + 32 < nodes) {
-        load_tile(sh.k[0], kv, slot, warp, lane);
-        slot = slot_of(own, begin + at + 64, end, warp, lane);
-      }
-      float4 x = whole_scores(sh, my_row, sub, score_scale);
-      const u32 word = my_row < rows ? words[(i64)(first_node + node) * width + (at >> 5)] >> (sub * 4) : 0u;
-      const int left = nodes - at - sub * 4;
+      if (at + KEYS < nodes) load_tile(sh.k[0], kv, slot_of(own, begin + at + KEYS, end, warp, lane), warp, lane);
+      float2 x = whole_scores(sh, my_row, sub, score_scale);
+      const u32 word = my_row < rows ? words[(i64)(first_node + node) * width + (at >> 5)] >> ((at & 31) + sub * 2) : 0u;
+      const int left = nodes - at - sub * 2;
       x.x = (word & 1u) && left > 0 ? x.x : NEG_INF;
       x.y = (word & 2u) && left > 1 ? x.y : NEG_INF;
-      x.z = (word & 4u) && left > 2 ? x.z : NEG_INF;
-      x.w = (word & 8u) && left > 3 ? x.w : NEG_INF;
-      *reinterpret_cast<float4*>(&tree[my_row * TREE_STRIDE + at + sub * 4]) = x;
-      top = fmaxf(fmaxf(top, fmaxf(x.x, x.y)), fmaxf(x.z, x.w));
+      *reinterpret_cast<float2*>(&tree[my_row * TREE_STRIDE + at + sub * 2]) = x;
+      top = fmaxf(top, fmaxf(x.x, x.y));
     }
 #pragma unroll
     for (int d = 1; d < 8; d <<= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
     const float base = top == NEG_INF ? 0.f : top;
     __syncwarp();
-    for (int at = sub * 4; at < (nodes + 31) / 32 * 32; at += 32)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float* x = &tree[my_row * TREE_STRIDE + at + i];
-        *x = exp2f(*x - base);
-      }
+    for (int at = sub; at < nodes; at += 8) {
+      float* x = &tree[my_row * TREE_STRIDE + at];
+      *x = exp2f(*x - base);
+    }
     __syncwarp();
     if (sub == 0) {
       float total = 0.f;
@@ -219,14 +253,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) partial(
       if (my_row < rows) lse[(i64)my_row * (splits + 1)] = total == 0.f ? NEG_INF : top + log2f(total);
     }
     float acc[ROWS][2] = {};
-    for (int at = 0; at < nodes; at += 32) {
+    for (int at = 0; at < nodes; at += KEYS) {
       __syncthreads();
-      if (nodes > 32) {
+      if (nodes > KEYS) {
         load_tile(sh.k[0], kv, slot_of(own, begin + at, end, warp, lane), warp, lane);
         wait_all();
         __syncthreads();
       }
-      for (int j = 0; j < min(32, nodes - at); ++j) {
+      for (int j = 0; j < min(KEYS, nodes - at); ++j) {
         const float v0 = widen(sh.k[0][j][tid * 2]), v1 = widen(sh.k[0][j][tid * 2 + 1]);
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
@@ -248,62 +282,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) partial(
 
   float acc[2][8][4] = {};
   float top = NEG_INF, total = 0.f;
-  int buffer = 0;
-  for (int at = begin; at < end; at += KEYS, buffer ^= 1) {
-    const T (*tile)[K_STRIDE] = sh.k[buffer];
-    wait_all();
-    __syncthreads();  // this tile is here, and nobody reads the other one any more
-    if (at + KEYS < end) {
-      load_tile(sh.k[buffer ^ 1], kv, slot, warp, lane);
-      slot = slot_of(own, at + 2 * KEYS, end, warp, lane);
-    }
-    scores(sh, tile, qf, warp, lane);
+  load_tile(sh.k[1], kv, slot_of(own, begin + KEYS, end, warp, lane), warp, lane);
+  Index slot = slot_of(own, begin + 2 * KEYS, end, warp, lane), slot_after = slot_of(own, begin + 3 * KEYS, end, warp, lane);
+  bool shrunk = false;
+  const int tiles = (end - begin + KEYS - 1) / KEYS;
+  for (int i = 0; i < tiles; ++i) {
+    wait_all_but_newest();
+    // Tile i is here, P of tile i - 1 too, and nobody reads tile i - 2 any more.
+    const bool rescale = __syncthreads_or(shrunk);
+    load_tile(sh.k[(i + 2) % STAGES], kv, slot, warp, lane);
+    slot = slot_after;
+    slot_after = slot_of(own, begin + (i + 4) * KEYS, end, warp, lane);
+    scores(sh, sh.k[i % STAGES], qf, warp, lane);
     __syncthreads();
-    float4 x = whole_scores(sh, my_row, sub, score_scale);
-    const int left = end - at - sub * 4;
+    float2 x = whole_scores(sh, my_row, sub, score_scale);
+    // The products of the tile before run in the tensor cores while this tile's softmax runs beside them.
+    if (i > 0) accumulate(sh, acc, sh.k[(i - 1) % STAGES], (i - 1) & 1, rescale, warp, lane);
+    const int left = end - begin - i * KEYS - sub * 2;
     x.x = left > 0 ? x.x : NEG_INF;
     x.y = left > 1 ? x.y : NEG_INF;
-    x.z = left > 2 ? x.z : NEG_INF;
-    x.w = left > 3 ? x.w : NEG_INF;
-    float higher = fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w));
+    float higher = fmaxf(x.x, x.y);
 #pragma unroll
     for (int d = 1; d < 8; d <<= 1) higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, d));
-    higher = fmaxf(higher, top);
-    const float shrink = exp2f(top - higher);
-    top = higher;
-    x.x = exp2f(x.x - top); x.y = exp2f(x.y - top); x.z = exp2f(x.z - top); x.w = exp2f(x.w - top);
-    total = total * shrink + ((x.x + x.y) + (x.z + x.w));
-    T packed[4] = {narrow(x.x), narrow(x.y), narrow(x.z), narrow(x.w)};
-    *reinterpret_cast<uint2*>(&sh.p[my_row][sub * 4]) = *reinterpret_cast<uint2*>(packed);
-    if (sub == 0) sh.row[0][my_row] = shrink;
-    if (__syncthreads_or(shrink != 1.f)) {
-#pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        const float a = sh.row[0][m * 16 + (lane >> 2)], b = sh.row[0][m * 16 + 8 + (lane >> 2)];
-#pragma unroll
-        for (int n = 0; n < 8; ++n) {
-          acc[m][n][0] *= a; acc[m][n][1] *= a; acc[m][n][2] *= b; acc[m][n][3] *= b;
-        }
-      }
+    // A row moves its base only when a score passes it by 2^8: P stays well within its dtype, and most tiles rescale
+    // nothing. The decision is the row's own, so its neighbours cannot move its bits.
+    float shrink = 1.f;
+    if (higher > top + 8.f) {
+      shrink = exp2f(top - higher);
+      top = higher;
     }
-#pragma unroll
-    for (int step = 0; step < KEYS / 16; ++step) {
-      u32 p[2][4];
-      ldmatrix(p[0], &sh.p[lane & 15][step * 16 + (lane >> 4) * 8]);
-      ldmatrix(p[1], &sh.p[16 + (lane & 15)][step * 16 + (lane >> 4) * 8]);
-      const T* from = &tile[step * 16 + (lane & 15)][warp * 64 + (lane >> 4) * 8];
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        u32 v[4];
-        ldmatrix_trans(v, from + n * 16);
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          mma(acc[m][n * 2], p[m], v[0], v[1]);
-          mma(acc[m][n * 2 + 1], p[m], v[2], v[3]);
-        }
-      }
-    }
+    x.x = exp2f(x.x - top);
+    x.y = exp2f(x.y - top);
+    total = total * shrink + (x.x + x.y);
+    T packed[2] = {narrow(x.x), narrow(x.y)};
+    *reinterpret_cast<u32*>(&sh.p[i & 1][my_row][sub * 2]) = *reinterpret_cast<u32*>(packed);
+    if (sub == 0) sh.row[i & 1][my_row] = shrink;
+    shrunk = shrink != 1.f;
   }
+  const bool rescale = __syncthreads_or(shrunk);
+  accumulate(sh, acc, sh.k[(tiles - 1) % STAGES], (tiles - 1) & 1, rescale, warp, lane);
+  __syncthreads();
 #pragma unroll
   for (int d = 1; d < 8; d <<= 1) total += __shfl_xor_sync(~0u, total, d);
   if (sub == 0) {

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import torch
 import triton
+from mla_verify import triton_kernels as k
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-
-from mla_verify import triton_kernels as k
 
 # Opt-in shared memory of a block. sm_103 and 121 differ from 100 and 120 in nothing that these kernels use.
 SHARED_LIMIT = {90: 232_448, 100: 232_448, 120: 101_376}
@@ -29,7 +28,7 @@ def compile_kernel(kernel, capability: int, q: torch.dtype, kv: torch.dtype) -> 
     cfg = k.config(dtype, divmod(capability, 10), 188, SHARED_LIMIT[capability])
     values = dict(
         WIDTH=128, DTYPE=k._DTYPES[dtype], E4M3=kv == torch.float8_e4m3fn, BLOCK_ROWS=cfg.block_rows,
-        BLOCK_KEYS=cfg.block_keys, MAX_SPLITS=cfg.max_splits, MIN_SPLIT=cfg.min_split, STAGES=cfg.stages, PARTS=cfg.prefix_parts, CHUNK=32,
+        BLOCK_KEYS=cfg.block_keys, MAX_SPLITS=cfg.max_splits, MIN_SPLIT=cfg.min_split, STAGES=cfg.stages, CHUNK=32,
         COLUMNS=512 // cfg.tail_parts, SLOTS=triton.next_power_of_2(cfg.max_splits + 1),
     )  # fmt: skip
     signature, constants, attributes = {}, {}, {}

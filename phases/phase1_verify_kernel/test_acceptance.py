@@ -9,12 +9,12 @@ import os
 import random
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
+import mla_verify
 import pytest
 import torch
-
-import mla_verify
 from mla_verify import Slots, Tree
 from mla_verify.testing import Case, Problem, compare
 
@@ -24,9 +24,13 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 HERE = Path(__file__).parent
 
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA GPU")
-needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1: run it on a CPU")
+# Triton 3.6's interpreter fails with numpy 2.4 and later.
+BROKEN = metadata.version("triton").startswith("3.6.") and metadata.version("numpy") >= "2.4" if INTERPRETED else False
+needs_interpreter = pytest.mark.skipif(
+    not INTERPRETED or BROKEN, reason="needs TRITON_INTERPRET=1, and not Triton 3.6 beside numpy 2.4 or later"
+)
 
-# Every edge that serving meets: empty prefixes, one token, a tile and one more, padding, one node, 128 nodes, odd heads.
+# Every edge that serving meets: empty prefixes, one token, a tile and one more, padding, 1 and 128 nodes, odd heads.
 EDGES = [
     Case((0,), (1,), heads=1),
     Case((1,), (1,), heads=5),
@@ -41,9 +45,10 @@ EDGES = [
 ]
 # The interpreter is wrong in bfloat16, so bfloat16 belongs to the GPU.
 PAIRS = [(FP32, FP32), (FP16, FP16), (FP32, E4M3), (FP16, E4M3), (FP32, FP16), (FP16, FP32)]
-GPU_PAIRS = [*PAIRS, (BF16, BF16), (BF16, E4M3), (BF16, FP16), (FP32, BF16)]
-CUDA_PAIRS = [(FP16, FP16), (BF16, BF16)]
-GPU_IMPLEMENTATIONS = {"triton": [(BF16, BF16), (BF16, E4M3), (FP16, FP16), (FP32, FP32)], "cuda": CUDA_PAIRS}
+GPU_IMPLEMENTATIONS = {
+    "triton": [(BF16, BF16), (BF16, E4M3), (FP16, FP16), (FP32, FP32)],
+    "cuda": [(BF16, BF16), (FP16, FP16)],
+}
 
 
 def implementations() -> list[str]:
@@ -104,23 +109,27 @@ def test_triton_matches_oracle_interpreted(gate_metrics):
         held(random_case(seed, *PAIRS[seed % len(PAIRS)], longest=300, rows=24), "triton", "cpu", gate_metrics)
 
 
-def gpu_sweep(impl: str, pairs: list[tuple[torch.dtype, torch.dtype]], seeds: int, metrics: dict) -> None:
+def gpu_sweep(impl: str, seeds: int, metrics: dict) -> None:
+    pairs = GPU_IMPLEMENTATIONS[impl]
     for case, pair in itertools.product(EDGES, pairs):
         held(dataclasses.replace(case, q_dtype=pair[0], kv_dtype=pair[1]), impl, "cuda", metrics)
     for seed in range(seeds):
         held(random_case(seed, *pairs[seed % len(pairs)], longest=5000, rows=1024), impl, "cuda", metrics)
     for prefix, nodes in ((185_000, 16), (100_001, 3)):
-        held(Case((prefix, 17), (nodes, 5), 8, *pairs[-1], seed=prefix), impl, "cuda", metrics)
+        held(Case((prefix, 17), (nodes, 5), 8, BF16, BF16, seed=prefix), impl, "cuda", metrics)
 
 
 @needs_gpu
 def test_triton_matches_oracle_gpu(gate_metrics):
-    gpu_sweep("triton", [*GPU_PAIRS, (BF16, BF16)], 60, gate_metrics)
+    gpu_sweep("triton", 40, gate_metrics)
+    for q_dtype, kv_dtype in ((FP32, E4M3), (FP16, E4M3), (FP32, FP16), (FP16, FP32), (BF16, FP16), (FP32, BF16)):
+        case = Case((130, -1, 0, 700), (4, 4, 4, 4), heads=4, q_dtype=q_dtype, kv_dtype=kv_dtype)
+        held(case, "triton", "cuda", gate_metrics)
 
 
 @needs_gpu
 def test_cuda_matches_oracle_gpu(gate_metrics):
-    gpu_sweep("cuda", CUDA_PAIRS, 120, gate_metrics)
+    gpu_sweep("cuda", 100, gate_metrics)
 
 
 def bits_hold(problem: Problem, impl: str) -> int:
@@ -190,49 +199,55 @@ def test_bits_independent_gpu(gate_metrics):
     )
 
 
-@needs_gpu
-def test_graph_replay_bits(gate_metrics):
+def graph_holds(impl: str, q_dtype: torch.dtype, kv_dtype: torch.dtype) -> int:
     """One capture serves other lengths, slots and trees: what the device holds decides, not the capture."""
     replays = 0
-    for impl, (q_dtype, kv_dtype) in [("triton", (BF16, BF16)), ("triton", (BF16, E4M3)), ("cuda", (BF16, BF16))]:
-        shape = dict(nodes=(16, 16, 16), heads=16, q_dtype=q_dtype, kv_dtype=kv_dtype)
-        problems = [
-            Case(p, **shape, seed=i).build("cuda") for i, p in enumerate([(900, 70, 5), (0, 6000, 64), (-1, 3, 2500)])
-        ]
-        most, pool = 8192, max(p.kv.shape[0] for p in problems)
-        q = torch.empty_like(problems[0].q)
-        kv = torch.zeros(pool, 576, device="cuda").to(kv_dtype)
-        table = torch.zeros(3, most, dtype=torch.int32, device="cuda")
-        lens = torch.zeros(3, dtype=torch.int32, device="cuda")
-        words = torch.empty_like(problems[0].tree.words)
-        slots = Slots.from_table(table, torch.arange(3, device="cuda"), lens)
-        slots = dataclasses.replace(slots, lens=lens)
-        tree = Tree(words, problems[0].tree.node_starts, 16)
+    shape = dict(nodes=(16, 16, 16), heads=16, q_dtype=q_dtype, kv_dtype=kv_dtype)
+    problems = [
+        Case(p, **shape, seed=i).build("cuda") for i, p in enumerate([(900, 70, 5), (0, 6000, 64), (-1, 3, 2500)])
+    ]
+    most, pool = 8192, max(p.kv.shape[0] for p in problems)
+    q = torch.empty_like(problems[0].q)
+    kv = torch.zeros(pool, 576, device="cuda").to(kv_dtype)
+    table = torch.zeros(3, most, dtype=torch.int32, device="cuda")
+    lens = torch.zeros(3, dtype=torch.int32, device="cuda")
+    words = torch.empty_like(problems[0].tree.words)
+    slots = Slots.from_table(table, torch.arange(3, device="cuda"), lens)
+    slots = dataclasses.replace(slots, lens=lens)
+    tree = Tree(words, problems[0].tree.node_starts, 16)
 
-        def load(p: Problem) -> None:
-            q.copy_(p.q)
-            kv.view(torch.uint8)[: p.kv.shape[0]].copy_(p.kv.view(torch.uint8))
-            for b, own in enumerate(p.lists()):
-                table[b, : len(own)] = torch.tensor(own, dtype=torch.int32)
-            lens.copy_(p.slots.lens)
-            words.copy_(p.tree.words)
+    def load(p: Problem) -> None:
+        q.copy_(p.q)
+        kv.view(torch.uint8)[: p.kv.shape[0]].copy_(p.kv.view(torch.uint8))
+        for b, own in enumerate(p.lists()):
+            table[b, : len(own)] = torch.tensor(own, dtype=torch.int32)
+        lens.copy_(p.slots.lens)
+        words.copy_(p.tree.words)
 
-        def call():
-            return mla_verify.verify(q, kv, slots, tree, sm_scale=problems[0].sm_scale, impl=impl)  # noqa: B023
+    def call():
+        return mla_verify.verify(q, kv, slots, tree, sm_scale=problems[0].sm_scale, impl=impl)
 
-        load(problems[0])
-        call()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out, lse = call()
-        for _ in range(20):
-            for p in problems:
-                load(p)
-                graph.replay()
-                want, want_lse = p.run(impl)
-                assert torch.equal(out, want) and torch.equal(lse, want_lse), "a replay differs from an eager call"
-                replays += 1
-    gate_metrics["replays"] = replays
+    load(problems[0])
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = call()
+    for _ in range(20):
+        for p in problems:
+            load(p)
+            graph.replay()
+            want, want_lse = p.run(impl)
+            assert torch.equal(out, want) and torch.equal(lse, want_lse), "a replay differs from an eager call"
+            replays += 1
+    return replays
+
+
+@needs_gpu
+def test_graph_replay_bits(gate_metrics):
+    gate_metrics["replays"] = sum(
+        graph_holds(impl, *pair)
+        for impl, pair in (("triton", (BF16, BF16)), ("triton", (BF16, E4M3)), ("cuda", (BF16, BF16)))
+    )
 
 
 @needs_gpu

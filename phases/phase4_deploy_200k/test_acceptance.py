@@ -103,7 +103,7 @@ def test_misbehaviour_of_a_whole_server_is_caught(tmp_path):
 
 @pytest.mark.parametrize("accept_length", [1, 4])
 def test_known_rate_within_1_percent(accept_length, tmp_path, gate_metrics):
-    """Decode tok/s, ms per verify step and accept length of a server whose rate is known. Median of 5 cells."""
+    """Decode tok/s, ms per verify step, accept length of a server whose rate is known. Median of 5."""
     rate, tokens = 100.0, 201
     with MisbehavingServer(Script(tokens_per_second=rate, accept_length=accept_length)) as server:
         _, found = measure(server, tmp_path, [256, 512, 768, 1024, 1280], tokens=tokens)

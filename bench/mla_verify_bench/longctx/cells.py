@@ -1,6 +1,6 @@
 """A cell of the benchmark: what was asked, what was measured, and whether the figures may be believed.
 
-``judge`` is pure: replies in, figures and flags out. A cell with a flag is shown and kept, never called valid.
+``judge`` is pure: replies in, figures and flags out. A flagged cell is shown and kept, never called valid.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ RETRY = frozenset({"http_error", "disconnect", "timeout", "malformed", "cold", "
 WARM_SHARE = 1.5  # a first request this many times slower than the next was cold
 DEPTH_TOLERANCE = 0.05
 STALL_SHARE, STALL_GAPS, STALL_RATIO = 1 / 3, 16, 8.0
+STALL_S = 0.2  # a shorter pause is the scheduler of a busy machine
 STEADY_SHARE = 0.25  # of the decoded tokens have to lie where all requests decode
 TEXT_CACHE_SHARE = 0.01  # a chat template or BOS is shared by every prompt sent as text
 
@@ -216,9 +217,7 @@ def _judge_reply(reply: Reply, key: Key, asked: int, as_text: bool, flags: dict[
         if n > asked:
             flag("count_mismatch", f"usage says {n} tokens of {asked} asked for")
         elif n < asked and not reply.error:
-            flag(
-                "stopped_early", f"{n} of {asked} tokens, finish reason {reply.finish_reason or 'not told'!r}"
-            )
+            flag("stopped_early", f"{n} of {asked} tokens, finish reason {reply.finish_reason or 'not told'!r}")
         if reply.output_ids and len(reply.output_ids) != n:
             flag("count_mismatch", f"usage says {n} tokens, the reply holds {len(reply.output_ids)}")
         if reply.content_events > n:
@@ -250,7 +249,7 @@ def _judge_reply(reply: Reply, key: Key, asked: int, as_text: bool, flags: dict[
     gaps = [b - a for (a, _), (b, _) in zip(reply.marks, reply.marks[1:], strict=False) if b > a]
     if len(gaps) >= STALL_GAPS and not reply.error:
         longest, middle = max(gaps), statistics.median(gaps)
-        if longest > STALL_SHARE * sum(gaps) and longest > STALL_RATIO * middle:
+        if longest > max(STALL_S, STALL_SHARE * sum(gaps), STALL_RATIO * middle):
             flag("stall", f"one pause of {longest:.3g} s among steps of {1000 * middle:.3g} ms")
 
 
@@ -390,17 +389,13 @@ def load(path: Path, *, repair: bool = False) -> list[Cell]:
                 break
             if not line.endswith(b"\n"):
                 if len(line) > MAX_LINE:
-                    raise ValueError(
-                        f"{path} line {number} is longer than {MAX_LINE} bytes; it is not a file of cells"
-                    )
+                    raise ValueError(f"{path} line {number} is longer than {MAX_LINE} bytes; it is not a file of cells")
                 break
             complete = file.tell()
             try:
                 version = json.loads(line).get("schema_version")
                 if version != SCHEMA:
-                    raise ValueError(
-                        f"schema_version is {version!r}; this version of mla-verify reads {SCHEMA}"
-                    )
+                    raise ValueError(f"schema_version is {version!r}; this version of mla-verify reads {SCHEMA}")
                 cell = Cell.model_validate_json(line)
             except (ValueError, AttributeError, RecursionError) as error:
                 raise ValueError(f"{path} line {number} is not a cell: {str(error)[:300]}") from None

@@ -33,10 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments in SGLang's style. Light: nothing is imported here."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = (
-        "With --base-url a running server is measured. Without, a real SGLang is started on 127.0.0.1, once per\n"
-        "attention backend: with --model-path's model, else on a GPU with random weights and Kimi-K2's attention,\n"
-        "else on the CPU with a tiny model of ours. Cells are written as they finish; Ctrl-C keeps them and\n"
-        "--resume goes on."
+        "With --base-url a running server is measured. Without, a real SGLang is started on 127.0.0.1, once\n"
+        "per attention backend: with --model-path's model, else on a GPU with random weights and Kimi-K2's\n"
+        "attention, else on the CPU with a tiny model of ours. Cells are written as they finish; Ctrl-C keeps\n"
+        "them and --resume goes on."
     )
     what = parser.add_argument_group("server")
     what.add_argument("--base-url", metavar="URL", help="measure this running server")
@@ -46,12 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="SGLang's /generate, OpenAI's /v1/completions or /v1/chat/completions (default: ask the server)",
     )
-    what.add_argument(
-        "--model", default="", help="model name to send (default: the first that /v1/models lists)"
-    )
-    what.add_argument(
-        "--api-key", default="", help="bearer token (default: $MLA_VERIFY_API_KEY); never recorded"
-    )
+    what.add_argument("--model", default="", help="model name to send (default: the first that /v1/models lists)")
+    what.add_argument("--api-key", default="", help="bearer token (default: $MLA_VERIFY_API_KEY); never recorded")
     what.add_argument(
         "--label", default="", help="name of the server in tables and plots (default: its attention backend)"
     )
@@ -85,9 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--server-args", metavar="WORDS", default="", help="more flags for the server, quoted as one argument"
     )
-    what.add_argument(
-        "--layers", type=_positive, default=61, help="of the random-weight model on a GPU (default: 61)"
-    )
+    what.add_argument("--layers", type=_positive, default=61, help="of the random-weight model on a GPU (default: 61)")
     what.add_argument(
         "--heads",
         type=_positive,
@@ -124,9 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     grid.add_argument("--repeats", type=_positive, default=1, help="of each cell (default: 1)")
     grid.add_argument("--seed", type=int, default=0, help="of prompts and weights (default: 0)")
-    grid.add_argument(
-        "--no-warmup", action="store_true", help="measure at once; the first cell is then flagged cold"
-    )
+    grid.add_argument("--no-warmup", action="store_true", help="measure at once; the first cell is then flagged cold")
     grid.add_argument(
         "--vocab-size", type=int, default=0, metavar="N", help="of the served model, where it can't be told"
     )
@@ -146,13 +138,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument(
         "--resume", action="store_true", help="go on with --output-dir: finished cells are not measured again"
     )
-    out.add_argument(
-        "--json", action="store_true", help="print the summary as JSON on stdout; tables go to stderr"
-    )
+    out.add_argument("--json", action="store_true", help="print the summary as JSON on stdout; tables go to stderr")
     out.add_argument("--report", type=Path, metavar="DIR", help="measure nothing: show a finished run again")
-    out.add_argument(
-        "--compare", type=Path, nargs=2, metavar=("A", "B"), help="measure nothing: compare two runs"
-    )
+    out.add_argument("--compare", type=Path, nargs=2, metavar=("A", "B"), help="measure nothing: compare two runs")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -166,9 +154,7 @@ def run(args: argparse.Namespace) -> int:
         return _report(_load(args.report), args.report, console, args.json)
     _check(args)
     if threading.current_thread() is threading.main_thread():
-        signal.signal(
-            signal.SIGTERM, signal.default_int_handler
-        )  # whoever ends us, servers stop and cells stay
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends us, servers stop and cells stay
     folder = args.output_dir or Path("longctx-results") / time.strftime("%Y%m%d-%H%M%S")
     file = folder / "cells.jsonl"
     done = _resumable(args, file)
@@ -197,9 +183,7 @@ def _check(args: argparse.Namespace) -> None:
         if not args.base_url.startswith(("http://", "https://")):
             raise ValueError(f"--base-url is {args.base_url!r}; expected http://HOST:PORT")
         if args.model_path:
-            raise ValueError(
-                "--base-url measures a running server and --model-path serves one; give one of them"
-            )
+            raise ValueError("--base-url measures a running server and --model-path serves one; give one of them")
     if args.resume and not args.output_dir:
         raise ValueError("--resume needs --output-dir, the folder of the run to go on with")
     if args.max_new_tokens is not None and args.max_new_tokens < 2:
@@ -244,8 +228,8 @@ def _measure(args: argparse.Namespace, folder: Path, file: Path, done: Sequence[
         elif cpu:
             if need > CPU_CONTEXT:
                 raise ValueError(
-                    f"--depths reaches {max(depths)}; with {tokens} new tokens the tiny model's {CPU_CONTEXT} "
-                    f"tokens of context hold {CPU_CONTEXT - tokens - 2 * draft}; ask for less, or give --model-path"
+                    f"--depths reaches {max(depths)}; with {tokens} new tokens the tiny model holds "
+                    f"{CPU_CONTEXT - tokens - 2 * draft}; ask for less, or give --model-path"
                 )
             model, context = str(_tiny_model(Path(scratch), args.seed)), CPU_CONTEXT
         else:
@@ -256,9 +240,7 @@ def _measure(args: argparse.Namespace, folder: Path, file: Path, done: Sequence[
                 )
             )
         for backend in dict.fromkeys(args.attention_backends.split(",")):
-            prefill = args.prefill_attention_backend or (
-                OURS if cpu and OURS in args.attention_backends else "own"
-            )
+            prefill = args.prefill_attention_backend or (OURS if cpu and OURS in args.attention_backends else "own")
             launch = server.Launch(
                 python=python,
                 model_path=model,
@@ -339,9 +321,7 @@ def _grid(args: argparse.Namespace, cpu: bool) -> Any:
     )
 
 
-def _all_done(
-    args: argparse.Namespace, label: str, depths: Any, tokens: int, cpu: bool, done: Sequence[Cell]
-) -> bool:
+def _all_done(args: argparse.Namespace, label: str, depths: Any, tokens: int, cpu: bool, done: Sequence[Cell]) -> bool:
     """Nothing of this server is left to measure, so it need not be started."""
     from .cells import RETRY
 
@@ -349,9 +329,7 @@ def _all_done(
     return all(key in finished for key in _grid(args, cpu).keys(label))
 
 
-def _job(
-    args: argparse.Namespace, file: Path, base_url: str, label: str, hardware: dict, *, cpu: bool
-) -> Job:
+def _job(args: argparse.Namespace, file: Path, base_url: str, label: str, hardware: dict, *, cpu: bool) -> Job:
     from .run import Job
 
     return Job(
@@ -402,17 +380,11 @@ def _run_job(job: Job, done: Sequence[Cell], args: argparse.Namespace) -> str:
 
         def finished(cell: Cell) -> None:
             f = cell.figures
-            words = (
-                f"{number(f.ms_per_step)} ms/step, {number(f.decode_tok_s)} tok/s"
-                if f.decode_tok_s
-                else "no rate"
-            )
+            words = f"{number(f.ms_per_step)} ms/step, {number(f.decode_tok_s)} tok/s" if f.decode_tok_s else "no rate"
             verdict = "" if cell.valid else f" (not valid: {', '.join(flag.name for flag in cell.flags)})"
             key = cell.key
             what = f"{key.label} {key.depth:,} x{key.concurrency} {key.text}"
-            progress.console.print(
-                f"{what}: {words}{verdict}, {cell.seconds:.1f} s", markup=False, highlight=False
-            )
+            progress.console.print(f"{what}: {words}{verdict}, {cell.seconds:.1f} s", markup=False, highlight=False)
             progress.advance(task)
 
         watch = Watch(begin, lambda words: progress.update(task, description=words), finished)
@@ -434,9 +406,7 @@ def _report(found: Sequence[Cell], folder: Path, console: Console, as_json: bool
     paths = report.plot(found, folder)
     valid = sum(cell.valid for cell in found)
     written = ", ".join(str(path) for path in (folder / "cells.jsonl", *paths))
-    console.print(
-        f"{valid} of {len(found)} cells valid; {written}", markup=False, highlight=False, soft_wrap=True
-    )
+    console.print(f"{valid} of {len(found)} cells valid; {written}", markup=False, highlight=False, soft_wrap=True)
     if as_json:
         print(json.dumps({"output_dir": str(folder), **report.summary(found)}, indent=2))
     return 0 if valid else 1
@@ -447,9 +417,7 @@ def _compare(args: argparse.Namespace, console: Console) -> int:
 
     runs = [_load(path) for path in args.compare]
     mixed = [
-        cell.model_copy(
-            update={"key": cell.key.model_copy(update={"label": f"{path.name or path}: {cell.key.label}"})}
-        )
+        cell.model_copy(update={"key": cell.key.model_copy(update={"label": f"{path.name or path}: {cell.key.label}"})})
         for path, found in zip(args.compare, runs, strict=True)
         for cell in found
     ]

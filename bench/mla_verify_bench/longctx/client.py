@@ -1,7 +1,7 @@
 """One streamed request against SGLang's ``/generate`` or an OpenAI-compatible server.
 
 Times are taken when bytes arrive; token counts only from what the server states (``usage``, ``meta_info``),
-never from the number of events. Everything a server sends is untrusted: sizes are bounded, numbers are checked.
+never from the number of events. What a server sends is untrusted: sizes are bounded, numbers are checked.
 """
 
 from __future__ import annotations
@@ -121,9 +121,7 @@ async def ask(
     reply = Reply(start_s=time.perf_counter(), sent_tokens=0 if isinstance(prompt, str) else len(prompt))
     finished = False
     try:
-        async with http.stream(
-            "POST", target.base_url + PATHS[target.api], content=body, headers=headers
-        ) as response:
+        async with http.stream("POST", target.base_url + PATHS[target.api], content=body, headers=headers) as response:
             reply.status = response.status_code
             if response.status_code != 200:
                 reply.error = "http_error"
@@ -204,9 +202,7 @@ def _parse(data: bytes, reply: Reply) -> dict[str, Any]:
     try:
         event = json.loads(data, parse_constant=constant)
     except (ValueError, RecursionError):
-        raise _Malformed(
-            f"an event is not JSON: {printable(data[:200].decode(errors='replace'))!r}"
-        ) from None
+        raise _Malformed(f"an event is not JSON: {printable(data[:200].decode(errors='replace'))!r}") from None
     if not isinstance(event, dict):
         raise _Malformed(f"an event is {type(event).__name__}, not an object")
     return event
@@ -305,15 +301,11 @@ def _count(source: dict[str, Any], key: str, reply: Reply) -> int | None:
     return int(value) if 0 <= value < 1 << 40 else None
 
 
-async def page(
-    http: httpx.AsyncClient, target: Target, path: str, body: dict[str, Any] | None = None
-) -> bytes | None:
+async def page(http: httpx.AsyncClient, target: Target, path: str, body: dict[str, Any] | None = None) -> bytes | None:
     """GET (or POST) a small page; None where the server has none or it is longer than ``MAX_BODY``."""
     try:
         method = "GET" if body is None else "POST"
-        async with http.stream(
-            method, target.base_url + path, json=body, headers=target.headers, timeout=30
-        ) as got:
+        async with http.stream(method, target.base_url + path, json=body, headers=target.headers, timeout=30) as got:
             if got.status_code != 200:
                 return None
             content = b""

@@ -1,7 +1,8 @@
 """A server that streams at a known rate and misbehaves on request, for the benchmark's own gates.
 
 A real HTTP server on 127.0.0.1 that speaks SGLang's ``/generate`` and ``/server_info`` and OpenAI's
-completions. What it does with a request is decided by the prompt's length, so one run meets every behaviour, cell by cell.
+completions. What it does with a request is decided by the prompt's length, so one run meets every
+behaviour, cell by cell.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ def topics() -> list[str]:
 class Prompts:
     """Makes prompts: token ids of exact length where there is an ``alphabet``, else text of about the length.
 
-    alphabet: token ids that may be sent. blocks: the topics as token ids. nonce: makes this run's heads differ
-    from any other run's with the same seed.
+    alphabet: token ids that may be sent. blocks: the topics as token ids. nonce: makes this run's heads
+    differ from any other run's with the same seed.
     """
 
     seed: int
@@ -43,9 +43,7 @@ class Prompts:
         self._first = list(self.alphabet)
         random.Random(f"first {self.seed} {self.nonce}").shuffle(self._first)
         if not self.as_text and len(self._first) < 16:
-            raise ValueError(
-                f"the alphabet has {len(self._first)} token ids; give --vocab-size of the served model"
-            )
+            raise ValueError(f"the alphabet has {len(self._first)} token ids; give --vocab-size of the served model")
 
     @property
     def as_text(self) -> bool:
@@ -82,9 +80,7 @@ class Prompts:
 
     def _words(self, text: str, depth: int, rng: random.Random, head: random.Random) -> str:
         blocks = [topic.split(" ") for topic in topics()]
-        vocabulary = sorted(
-            {w for block in blocks for w in block if w.isalpha() and 3 <= len(w) <= 7 and w.islower()}
-        )
+        vocabulary = sorted({w for block in blocks for w in block if w.isalpha() and 3 <= len(w) <= 7 and w.islower()})
         count = max(HEAD + 1, round(depth / self.tokens_per_word[text]))
         words = [f"{head.randrange(10**6):06d}", *head.choices(vocabulary, k=HEAD - 1)]
         if text == "predictable":

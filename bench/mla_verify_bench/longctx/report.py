@@ -169,10 +169,7 @@ def compare(found: Sequence[Cell], base: str, other: str, console: Console) -> N
     console.print(table)
     if not all(row["valid"] for row in rows):
         console.print("  Dim rows hold a cell that is not valid; their ratios are no result.", style="dim")
-    if any(
-        row["decode_ratio"] and not _near(row["base_accept_length"], row["other_accept_length"])
-        for row in rows
-    ):
+    if any(row["decode_ratio"] and not _near(row["base_accept_length"], row["other_accept_length"]) for row in rows):
         console.print(
             "  Where accept lengths differ, tok/s compares drafts as well as attention; ms/step does not.",
             style="dim",
@@ -202,15 +199,13 @@ def summary(found: Sequence[Cell]) -> dict[str, Any]:
             for cell in found
         ],
         "comparisons": [
-            {"base": a, "other": b, "rows": pairs(found, a, b)}
-            for i, a in enumerate(names)
-            for b in names[i + 1 :]
+            {"base": a, "other": b, "rows": pairs(found, a, b)} for i, a in enumerate(names) for b in names[i + 1 :]
         ],
     }
 
 
 def plot(found: Sequence[Cell], folder: Path, title: str = "") -> list[Path]:
-    """``decode.svg`` and ``decode.png``: ms per verify step and decode tok/s by depth. [] with nothing to draw."""
+    """``decode.svg`` and ``decode.png``: ms per verify step and decode tok/s by depth. [] = nothing to draw."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -239,9 +234,7 @@ def plot(found: Sequence[Cell], folder: Path, title: str = "") -> list[Path]:
             _panel(axis, drawn, field, caption, names, colors)
         figure.suptitle(title or _title(found), fontsize=11, x=0.01, ha="left")
         handles = _legend(drawn, names, colors)
-        figure.legend(
-            handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=9
-        )
+        figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=9)
         folder.mkdir(parents=True, exist_ok=True)
         paths = [folder / "decode.svg", folder / "decode.png"]
         figure.savefig(paths[0], metadata={"Date": None})
@@ -250,9 +243,7 @@ def plot(found: Sequence[Cell], folder: Path, title: str = "") -> list[Path]:
     return paths
 
 
-def _panel(
-    axis: Any, drawn: dict, field: str, caption: str, names: Sequence[str], colors: dict[str, str]
-) -> None:
+def _panel(axis: Any, drawn: dict, field: str, caption: str, names: Sequence[str], colors: dict[str, str]) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
     depths = sorted({key[3] for key in drawn})
@@ -262,8 +253,7 @@ def _panel(
             points = sorted(
                 (key[3], value, cell.valid)
                 for key, cell in drawn.items()
-                if key[:3] == (name, text, concurrency)
-                and (value := getattr(cell.figures, field)) is not None
+                if key[:3] == (name, text, concurrency) and (value := getattr(cell.figures, field)) is not None
             )
             if not points:
                 continue
@@ -323,14 +313,11 @@ def _legend(drawn: dict, names: Sequence[str], colors: dict[str, str]) -> list[A
     handles = [Line2D([], [], color=colors[name], linewidth=2.5, label=name) for name in names]
     texts = sorted({key[1] for key in drawn})
     if len(texts) > 1:
-        handles += [
-            Line2D([], [], color="#57606a", linestyle=_STYLES.get(t, ":"), label=f"{t} text") for t in texts
-        ]
+        handles += [Line2D([], [], color="#57606a", linestyle=_STYLES.get(t, ":"), label=f"{t} text") for t in texts]
     many = sorted({key[2] for key in drawn})
     if len(many) > 1:
         handles += [
-            Line2D([], [], color="#57606a", linewidth=1.2 + 0.8 * i, label=f"{c} at a time")
-            for i, c in enumerate(many)
+            Line2D([], [], color="#57606a", linewidth=1.2 + 0.8 * i, label=f"{c} at a time") for i, c in enumerate(many)
         ]
     if not all(cell.valid for cell in drawn.values()):
         hollow = {"marker": "o", "markerfacecolor": "white", "linestyle": "", "markeredgewidth": 1.4}

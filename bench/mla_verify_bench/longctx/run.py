@@ -138,15 +138,8 @@ async def probe(http: httpx.AsyncClient, target: Target, api: str) -> Facts:
         http, target, "/get_server_info"
     )
     models = await client.json_page(http, target, "/v1/models")
-    if (
-        info is None
-        and models is None
-        and await client.page(http, target, "/health") is None
-        and api == "auto"
-    ):
-        raise ServerGone(
-            f"nothing that answers at {target.base_url}; start the server, or correct --base-url"
-        )
+    if info is None and models is None and await client.page(http, target, "/health") is None and api == "auto":
+        raise ServerGone(f"nothing that answers at {target.base_url}; start the server, or correct --base-url")
     told = _facts_of(info or {})
     entry = next((e for e in (models or {}).get("data") or [] if isinstance(e, dict)), {})
     told.model = target.model or client.printable(str(entry.get("id", "")), 200)
@@ -198,9 +191,7 @@ class Measurement:
         timeout = httpx.Timeout(job.silence_s, connect=15.0)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         # No proxy from the environment between the benchmark and a server on this machine.
-        async with httpx.AsyncClient(
-            timeout=timeout, limits=limits, trust_env=not loopback(job.base_url)
-        ) as self.http:
+        async with httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=not loopback(job.base_url)) as self.http:
             self.facts = facts = await probe(self.http, self.target, job.api)
             self.target.api, self.target.model = facts.api, facts.model
             label = job.label or facts.attention_backend or facts.model or "server"
@@ -240,25 +231,15 @@ class Measurement:
         size = size if isinstance(size, int) and 64 <= size < 1 << 24 else 0
 
         async def tokenize(text: str) -> list[int] | None:
-            if (
-                not self.facts.has_tokenizer
-                or "natural" not in self.job.grid.texts
-                and (self.job.vocab_size or size)
-            ):
+            if not self.facts.has_tokenizer or "natural" not in self.job.grid.texts and (self.job.vocab_size or size):
                 return None
             body = {"model": self.facts.model or "default", "prompt": text, "add_special_tokens": False}
             told = await client.json_page(self.http, self.target, "/tokenize", body)
             ids = (told or {}).get("tokens")
-            return (
-                ids
-                if isinstance(ids, list) and all(isinstance(i, int) and 0 <= i < 1 << 24 for i in ids)
-                else None
-            )
+            return ids if isinstance(ids, list) and all(isinstance(i, int) and 0 <= i < 1 << 24 for i in ids) else None
 
         vocab = self.job.vocab_size or size
-        return await for_tokenizer(
-            tokenize, seed=seed, nonce=nonce, vocab_size=vocab, special=special, longest=longest
-        )
+        return await for_tokenizer(tokenize, seed=seed, nonce=nonce, vocab_size=vocab, special=special, longest=longest)
 
     def _run(self, config: dict[str, Any]) -> Run:
         job = self.job
@@ -320,9 +301,7 @@ class Measurement:
             for attempt in range(WARMUP_TRIES if number == 0 else 1):
                 begin = time.perf_counter()
                 words = f"warming up ({text} x{concurrency}, round {attempt + 1})"
-                replies, _ = await self._ask(
-                    key, tokens, lambda w, words=words: self.watch.cell(f"{words}: {w}")
-                )
+                replies, _ = await self._ask(key, tokens, lambda w, words=words: self.watch.cell(f"{words}: {w}"))
                 times.append(time.perf_counter() - begin)
                 if any(r.error for r in replies):
                     await self._gone(replies)
@@ -330,9 +309,7 @@ class Measurement:
                 if attempt and times[-2] < cells.WARM_SHARE * times[-1]:
                     break
                 if attempt == WARMUP_TRIES - 1:
-                    self._cold = (
-                        f"warm-up rounds took {', '.join(f'{t:.2f}' for t in times)} s: still getting faster"
-                    )
+                    self._cold = f"warm-up rounds took {', '.join(f'{t:.2f}' for t in times)} s: still getting faster"
 
     async def _cell(self, key: Key) -> None:
         what = f"{key.label} {key.depth:,} tokens x{key.concurrency} {key.text}"
@@ -408,9 +385,7 @@ class Measurement:
 
     async def _steps_counted(self) -> float | None:
         """Verify steps since the server started, where /metrics tells; needed by APIs without meta_info."""
-        if self.facts.api == "generate" or (
-            self.facts.name == "sglang" and not self.facts.speculative_algorithm
-        ):
+        if self.facts.api == "generate" or (self.facts.name == "sglang" and not self.facts.speculative_algorithm):
             return None
         page = await client.page(self.http, self.target, "/metrics")
         found = [float(v) for v in COUNTERS.findall(page or b"") if re.fullmatch(rb"[\d.eE+]+", v)]
@@ -425,9 +400,7 @@ class Measurement:
             if await _connects(self.job.base_url):
                 return
         detail = next(r.detail for r in replies if r.error)
-        raise ServerGone(
-            f"{self.job.base_url} no longer answers ({detail}); restart it and run again with --resume"
-        )
+        raise ServerGone(f"{self.job.base_url} no longer answers ({detail}); restart it and run again with --resume")
 
 
 async def _connects(url: str) -> bool:

@@ -93,9 +93,7 @@ class Launch:
         if self.speculative_algorithm:
             told["--speculative-algorithm"] = self.speculative_algorithm
             told["--speculative-num-draft-tokens"] = self.speculative_num_draft_tokens
-            if (
-                self.speculative_algorithm == "STANDALONE"
-            ):  # the target drafts for itself: no trained drafter needed
+            if self.speculative_algorithm == "STANDALONE":  # the target drafts for itself: no trained drafter needed
                 told |= {
                     "--speculative-draft-model-path": self.model_path,
                     "--speculative-num-steps": 4,
@@ -139,7 +137,7 @@ def _cxx_wrapper() -> str:
 
 @dataclass
 class Server:
-    """``with Server(launch, log) as server: … server.base_url``. Leaving the block stops all its processes."""
+    """``with Server(launch, log) as server: … server.base_url``. Leaving the block stops it all."""
 
     launch: Launch
     log: Path
@@ -189,9 +187,7 @@ class Server:
             if self.on_wait:
                 self.on_wait(waited)
             time.sleep(HEALTH_PERIOD_S)
-        raise RuntimeError(
-            f"the server was not healthy after {self.start_timeout_s:.0f} s; {self._last_words()}"
-        )
+        raise RuntimeError(f"the server was not healthy after {self.start_timeout_s:.0f} s; {self._last_words()}")
 
     def _last_words(self) -> str:
         with open(self.log, "rb") as file:
@@ -290,7 +286,5 @@ def write_random_model(path: Path, *, layers: int, heads: int, context: int) -> 
     }
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    (path / "generation_config.json").write_text(
-        '{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}\n'
-    )
+    (path / "generation_config.json").write_text('{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}\n')
     return path

@@ -56,24 +56,32 @@ def fill_bonus_tokens_cpu(tokens, counts, bonus, stride):
 
 
 def verify_tree_greedy_cpu(
-    predicted, accept_index, accept_count, candidates, retrieve_index, next_token, next_sibling, target
+    *,
+    predicts,
+    accept_index,
+    accept_token_num,
+    candidates,
+    retrive_index,  # SGLang calls by these names, spelt like this
+    retrive_next_token,
+    retrive_next_sibling,
+    target_predict,
 ):
     """Walk each tree from its root along the children that the target's argmax agrees with."""
-    target = target.flatten()
+    target = target_predict.flatten()
     for b in range(accept_index.shape[0]):
         node, steps = 0, 0
-        accept_index[b, 0] = here = int(retrieve_index[b, 0])
+        accept_index[b, 0] = here = int(retrive_index[b, 0])
         while steps + 1 < accept_index.shape[1]:
-            child = int(next_token[b, node])
+            child = int(retrive_next_token[b, node])
             while child != -1 and int(candidates[b, child]) != int(target[here]):
-                child = int(next_sibling[b, child])
+                child = int(retrive_next_sibling[b, child])
             if child == -1:
                 break
-            predicted[here] = target[here]
-            node, steps, here = child, steps + 1, int(retrieve_index[b, child])
+            predicts[here] = target[here]
+            node, steps, here = child, steps + 1, int(retrive_index[b, child])
             accept_index[b, steps] = here
-        accept_count[b] = steps
-        predicted[here] = target[here]
+        accept_token_num[b] = steps
+        predicts[here] = target[here]
 
 
 def _missing(name):
