@@ -43,7 +43,7 @@ FLAGS = {
 RETRY = frozenset({"http_error", "disconnect", "timeout", "malformed", "cold", "stall"})
 """A resumed run measures cells with these flags again: another attempt may go better."""
 
-WARM_SHARE = 1.5  # a first request this many times slower than the next was cold
+WARM_SHARE, WARM_S = 1.5, 0.2  # a round slower than the next by this factor and more than this was cold
 DEPTH_TOLERANCE = 0.05
 STALL_SHARE, STALL_GAPS, STALL_RATIO = 1 / 3, 16, 8.0
 STALL_S = 0.2  # a shorter pause is the scheduler of a busy machine

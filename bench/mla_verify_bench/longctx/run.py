@@ -306,7 +306,7 @@ class Measurement:
                 if any(r.error for r in replies):
                     await self._gone(replies)
                     break  # the cells will say what is wrong
-                if attempt and times[-2] < cells.WARM_SHARE * times[-1]:
+                if attempt and times[-2] < cells.WARM_SHARE * times[-1] + cells.WARM_S:
                     break
                 if attempt == WARMUP_TRIES - 1:
                     self._cold = f"warm-up rounds took {', '.join(f'{t:.2f}' for t in times)} s: still getting faster"
