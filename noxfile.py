@@ -120,7 +120,7 @@ def environment(session: nox.Session) -> Path:
 
 
 def python_with_torch() -> str:
-    """The Python whose torch its user already has: of the active environment, else the one that runs nox; "" if none."""
+    """The Python whose torch its user already has: of the active environment, else nox's own; "" if none."""
     active = [os.environ.get(name) for name in ("VIRTUAL_ENV", "CONDA_PREFIX")]
     for python in (*(str(Path(prefix, "bin", "python")) for prefix in active if prefix), sys.executable):
         probe = "import sys, importlib.util as u; sys.exit(u.find_spec('torch') is None)"
@@ -143,7 +143,7 @@ def share_packages(session: nox.Session, donor: str, python: Path) -> None:
 
 
 def sglang_cpu(session: nox.Session, versions: tuple[str, ...] = SGLANG_CPU) -> dict[str, str]:
-    """SGLang's CPU engine in .nox/sglang-VERSION, and the variables that name them; none where a GPU runs the real one."""
+    """SGLang's CPU engine in .nox/sglang-VERSION, as variables that name its Pythons; none where there is a GPU."""
     python311 = sys.executable if sys.version_info[:2] == (3, 11) else shutil.which("python3.11")
     if HAS_GPU or not python311:
         session.log("no CPU SGLang here: " + ("this machine has a GPU" if HAS_GPU else "it needs python3.11"))

@@ -49,9 +49,7 @@ def reply(*, tokens=32, step_s=0.01, start=0.0, ttft=0.5, prompt=1000, per_event
 
 def judged(*replies, depth=1000, asked=32, **more):
     key = Key(label="x", depth=depth, concurrency=len(replies), text="natural")
-    figures, flags = judge(
-        replies, key, max_new_tokens=asked, **({"as_text": False, "speculates": False} | more)
-    )
+    figures, flags = judge(replies, key, max_new_tokens=asked, **({"as_text": False, "speculates": False} | more))
     return figures, {flag.name for flag in flags}
 
 
@@ -138,9 +136,7 @@ def test_flags_of_the_depth_and_of_text():
     assert judged(reply(), depth=2000)[1] == {"depth_off"}
     assert judged(reply(cached_tokens=4), as_text=True)[1] == set(), "a chat template is shared"
     assert judged(reply(cached_tokens=40), as_text=True)[1] == {"cached"}
-    assert judged(reply(last_s=0.5))[0].decode_tok_s is None, (
-        "no time passed: no rate, and no division by zero"
-    )
+    assert judged(reply(last_s=0.5))[0].decode_tok_s is None, "no time passed: no rate, and no division by zero"
 
 
 def test_kv_bytes_per_token():
@@ -157,28 +153,19 @@ def test_kv_bytes_per_token():
     assert kv_bytes_per_token(llama, Facts(dtype="bfloat16", tp_size=4)) == 32 * 2 * 2 * 128 * 2
     assert kv_bytes_per_token({**KIMI_K2, "index_topk": 2048}, Facts()) == 0
     assert kv_bytes_per_token({}, Facts()) == 0
-    assert (
-        kv_bytes_per_token({"num_hidden_layers": "61; rm -rf /", "kv_lora_rank": -5}, Facts(dtype="bfloat16"))
-        == 0
-    )
+    assert kv_bytes_per_token({"num_hidden_layers": "61; rm -rf /", "kv_lora_rank": -5}, Facts(dtype="bfloat16")) == 0
 
 
 def test_prompts_are_exact_unique_and_seeded():
     made = Prompts(seed=3, nonce="a", alphabet=range(10, 500))
     same = Prompts(seed=3, nonce="a", alphabet=range(10, 500))
     other = Prompts(seed=3, nonce="b", alphabet=range(10, 500))
-    some = [
-        made.make(text, depth)
-        for text in ("predictable", "natural")
-        for depth in (1, 17, 300)
-        for _ in range(5)
-    ]
+    some = [made.make(text, depth) for text in ("predictable", "natural") for depth in (1, 17, 300) for _ in range(5)]
     assert [len(p) for p in some[:15:5]] == [1, 17, 300]
     assert len({p[0] for p in some}) == len(some), "not even one token of prefix is shared"
     assert [same.make("predictable", 1) for _ in range(5)] == some[:5]
     assert (
-        other.make("natural", 300)[:16]
-        != Prompts(seed=3, nonce="a", alphabet=range(10, 500)).make("natural", 300)[:16]
+        other.make("natural", 300)[:16] != Prompts(seed=3, nonce="a", alphabet=range(10, 500)).make("natural", 300)[:16]
     )
     pattern = some[10]
     assert pattern[16:80] == pattern[80:144] and len(set(pattern[16:80])) > 32
@@ -380,10 +367,7 @@ def test_launch_says_what_differs_between_servers():
         return words[words.index(flag) + 1]
 
     assert (value("--host"), value("--port"), value("--dtype")) == ("127.0.0.1", "1234", "float32")
-    assert (
-        value("--decode-attention-backend") == "triton"
-        and value("--prefill-attention-backend") == "mla_verify"
-    )
+    assert value("--decode-attention-backend") == "triton" and value("--prefill-attention-backend") == "mla_verify"
     assert value("--speculative-attention-mode") == "decode" and value("--speculative-algorithm") == "NGRAM"
     assert launch.environment()["SGLANG_USE_CPU_ENGINE"] == "1"
     assert "SGLANG_USE_CPU_ENGINE" not in os.environ

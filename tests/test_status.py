@@ -6,18 +6,18 @@ import json
 
 import pytest
 import toy
-
 from mla_verify_bench import cli, records, status
+
+GATES = (
+    toy.gate("exact"),
+    toy.figure("fast", ">=", 2, needs=["gpu", "sm_120"], unit="×"),
+    toy.gate("later", "test_of_next_year"),
+)
 
 
 @pytest.fixture
 def root(tmp_path):
-    return toy.checkout(
-        tmp_path / "checkout",
-        toy.gate("exact"),
-        toy.figure("fast", ">=", 2, needs=["gpu", "sm_120"], unit="×"),
-        toy.gate("later", "test_of_next_year"),
-    )
+    return toy.checkout(tmp_path / "checkout", *GATES)
 
 
 def states(root):
@@ -66,7 +66,9 @@ def test_a_changed_file_makes_it_stale(root):
     assert states(root)["exact"]["any"] == "STALE"
 
 
-@pytest.mark.parametrize("change", [{"sentence": "another promise"}, {"run": {"test": "phases/toy/test_toy.py::test_no_figure"}}])
+@pytest.mark.parametrize(
+    "change", [{"sentence": "another promise"}, {"run": {"test": "phases/toy/test_toy.py::test_no_figure"}}]
+)
 def test_a_changed_gate_is_stale(root, change):
     add(root, toy.result(root, "exact"))
     toy.define(root, {**toy.gate("exact"), **change})
@@ -118,8 +120,7 @@ def test_complete(root):
 def test_the_text_is_deterministic(root, tmp_path):
     for day, capability in ((3, None), (1, "9.0"), (2, "12.0")):
         add(root, toy.result(root, "exact"), capability=capability, utc=f"2026-01-0{day}T00:00:00Z")
-    elsewhere = toy.checkout(tmp_path / "another place")
-    toy.define(elsewhere, toy.gate("exact"), toy.figure("fast", ">=", 2, needs=["gpu", "sm_120"], unit="×"), toy.gate("later", "test_of_next_year"))  # fmt: skip
+    elsewhere = toy.checkout(tmp_path / "another place", *GATES)
     for path in sorted((root / "results").glob("*/*.json"), reverse=True):
         copy = elsewhere / path.relative_to(root)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -180,7 +181,8 @@ def test_the_projects_own_phases():
     assert [phase.id for phase in phases] == ["phase1", "phase2", "phase3", "phase4"]
     wanted = {
         "triton-vs-sglang-16k": (">=", 20), "triton-vs-sglang-185k": (">=", 100), "cuda-vs-sglang-185k": (">=", 150),
-        "gpu-step-185k": (">=", 50), "ddtree-step-batch-1": ("<=", 150), "whole-pool": ("<=", 1), "headline-185k": (">=", 30),
+        "gpu-step-185k": (">=", 50), "ddtree-step-batch-1": ("<=", 150), "whole-pool": ("<=", 1),
+        "headline-185k": (">=", 30),
     }  # fmt: skip
     found = {gate.id: gate.threshold for phase in phases for gate in phase.gates if gate.id in wanted}
     assert {id: (t.op, t.value) for id, t in found.items()} == wanted, "a threshold of the backlog was changed"

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
 from mla_verify_bench import records
 from mla_verify_bench.gates import Phase, load_phases
 

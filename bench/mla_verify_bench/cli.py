@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="mla-verify",
         description="MLA verify attention for SGLang: its gates, its benchmarks, its diagnosis.",
         usage="mla-verify COMMAND …",
-        epilog="\n".join(["commands:", *(f"  {c.name:<16}{c.help}" for c in COMMANDS), "", "mla-verify COMMAND --help"]),
+        epilog="\n".join(["commands:", *(f"  {c.name:<16}{c.help}" for c in COMMANDS)]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
@@ -182,7 +182,7 @@ def _run_gates(args: argparse.Namespace) -> int:
 
 def _status_arguments(parser: argparse.ArgumentParser) -> None:
     _checkout_arguments(parser)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if STATUS.md is not what it should be")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if STATUS.md is not as computed")
     parser.add_argument("--strict", action="store_true", help="also fail on FAIL, STALE and NOT MEASURED")
     parser.add_argument("--summary", action="store_true", help="print one line of counts per phase; write nothing")
     parser.add_argument("--json", action="store_true", help="print every cell as JSON; write nothing")
@@ -233,7 +233,7 @@ def _elsewhere(module: str, function: str) -> Callable:
         try:
             found = getattr(importlib.import_module(f"{__package__}.{module}"), function)
         except ImportError as error:
-            raise UsageError(f"this command can't load ({error}); pip install 'mla-verify' brings what it needs") from None
+            raise UsageError(f"this command can't load: {error}; pip install mla-verify brings what it needs") from None
         return found(argument)
 
     return call

@@ -52,7 +52,8 @@ def examine() -> dict[str, Any]:
 def _sglang(version: str) -> dict[str, Any]:
     low, high = SGLANG_RANGE
     if not version:
-        return {"version": "", "in_range": False, "sentence": f"not installed; the plugin is tested with {low} to {high}"}
+        sentence = f"not installed; the plugin is tested with {low} to {high}"
+        return {"version": "", "in_range": False, "sentence": sentence}
     ok = _numbers(low) <= _numbers(version) <= _numbers(high)
     return {
         "version": version,
@@ -74,9 +75,8 @@ def _because(chosen: str, implementations: dict[str, str]) -> str:
 
 def self_test(device: str, impl: str) -> dict[str, Any]:
     """``verify`` on a small ragged batch against a dense float64 softmax written out here; on a GPU also its speed."""
-    import torch
-
     import mla_verify
+    import torch
     from mla_verify import Slots, Tree
 
     started = time.perf_counter()
@@ -115,7 +115,8 @@ def self_test(device: str, impl: str) -> dict[str, Any]:
     speed = ""
     if ok and device == "cuda":
         result.update(_speed(impl))
-        speed = f"; 16 nodes × 16 heads over {result['tokens']:,} tokens in {result['ms']:.3f} ms, {result['gb_per_s']:.0f} GB/s of K/V"
+        shape = f"16 nodes × 16 heads over {result['tokens']:,} tokens"
+        speed = f"; {shape} in {result['ms']:.3f} ms, {result['gb_per_s']:.0f} GB/s of K/V"
     result["seconds"] = round(time.perf_counter() - started, 2)
     verdict = "right" if ok else "WRONG"
     result["sentence"] = f"{impl} is {verdict}: worst error {worst:.1e}, allowed {allowed:.0e}{speed}"
@@ -124,9 +125,8 @@ def self_test(device: str, impl: str) -> dict[str, Any]:
 
 def _speed(impl: str, tokens: int = 65_536, nodes: int = 16, heads: int = 16) -> dict[str, float]:
     """Median time of one call with as cold an L2 as a pool of several copies gives, and the K/V bandwidth in it."""
-    import torch
-
     import mla_verify
+    import torch
     from mla_verify import Slots, Tree
 
     copies = 4  # 4 × 75 MB: beyond the L2 of every card so far
@@ -157,9 +157,9 @@ def _show(found: dict[str, Any]) -> None:
     gpu, versions = found["gpu"], found["versions"]
     rows: list[tuple[str, str]] = []
     if gpu:
-        shared = gpu["shared_memory_per_block_bytes"]
+        shared, memory = gpu["shared_memory_per_block_bytes"], gpu["memory_bytes"] / 2**30
         rows += [
-            ("GPU", f"{gpu['name']}, capability {gpu['capability']}, {gpu['sm_count']} SMs, {gpu['memory_bytes'] / 2**30:.0f} GiB"),
+            ("GPU", f"{gpu['name']}, capability {gpu['capability']}, {gpu['sm_count']} SMs, {memory:.0f} GiB"),
             ("shared memory", f"{shared:,} B per block" if shared else "per block: this torch does not say"),
             ("driver", f"{gpu.get('driver') or 'unknown'}, CUDA {gpu['cuda']}"),
         ]

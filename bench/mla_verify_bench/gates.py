@@ -279,6 +279,7 @@ def void_figures(phase: Phase, results: list[GateResult], not_run: dict[str, str
     def on_gpu(gate: Gate) -> bool:
         return "any" not in gate.needs
 
+    gpu_exact_declared, gpu_exact_passed = any(map(on_gpu, declared)), any(map(on_gpu, passed))
     kept = []
     for result in results:
         if result.kind in ("exact", "static"):
@@ -286,11 +287,10 @@ def void_figures(phase: Phase, results: list[GateResult], not_run: dict[str, str
         elif exact_failed:
             reason = VOID + (f"; besides, {result.reason}" if result.reason else "")
             kept.append(result.model_copy(update={"status": "FAIL", "reason": reason}))
-        elif not passed or (
-            on_gpu(gates[result.gate]) and any(map(on_gpu, declared)) and not any(map(on_gpu, passed))
-        ):
-            where = " on the GPU" if on_gpu(gates[result.gate]) and any(map(on_gpu, declared)) else ""
-            not_run[result.gate] = f"no exactness gate passed{where} in this run, so its figure does not count"
+        elif on_gpu(gates[result.gate]) and gpu_exact_declared and not gpu_exact_passed:
+            not_run[result.gate] = "no exactness gate passed on the GPU in this run, so its figure does not count"
+        elif not passed:
+            not_run[result.gate] = "no exactness gate passed in this run, so its figure does not count"
         else:
             kept.append(result)
     return kept
@@ -328,7 +328,9 @@ class Runner:
     def _selection(self, only: Sequence[str]) -> set[str]:
         known = {gate.id: gate for gate in self.phase.gates}
         if unknown := [g for g in only if g not in known]:
-            raise PhaseError(f"--only is {unknown[0]!r}, which is no gate of {self.phase.id}; one of {', '.join(known)}")
+            raise PhaseError(
+                f"--only is {unknown[0]!r}, no gate of {self.phase.id}; expected one of {', '.join(known)}"
+            )
         chosen = set(only) or set(known)
         if any(known[g].kind in ("ratio", "bound") for g in chosen):
             chosen |= {gate.id for gate in self.phase.gates if gate.kind == "exact"}  # else the figure would not count
@@ -508,7 +510,7 @@ class Runner:
         return python
 
     def _process(self, argv: list[str], environ: dict[str, str], log: Path, timeout: int, doing) -> tuple[int, str]:
-        """Run a process in a group of its own, so that what it leaves behind ends with it. (exit code, why it was ended)."""
+        """Run a process in a group of its own, so that its children end with it: (exit code, why it was ended)."""
         started = time.monotonic()
         with open(log, "wb") as output, self._spinner() as show:
             process = subprocess.Popen(
@@ -653,5 +655,8 @@ def explain_not_run(record: Record) -> str:
     groups: dict[str, list[str]] = {}
     for gate, why in record.not_run.items():
         groups.setdefault(why, []).append(gate)
-    parts = [f"{len(gates)} {why}" if len(gates) > 1 else f"{gates[0]} ({_line(why, 90)})" for why, gates in groups.items()]
+    parts = [
+        f"{len(gates)} {_line(why, 90)}" if len(gates) > 1 else f"{gates[0]} ({_line(why, 90)})"
+        for why, gates in groups.items()
+    ]
     return f"not measured here: {'; '.join(parts)}" if parts else ""

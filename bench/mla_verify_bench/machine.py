@@ -66,7 +66,7 @@ def gpu() -> tuple[dict[str, Any] | None, str]:
 
 
 def _nvml() -> dict[str, Any] | None:
-    """Driver, clocks and power limit of torch's device 0, found by its PCI address, which CUDA_VISIBLE_DEVICES can't shift."""
+    """Driver, clocks and power limit of torch's device 0, found by PCI address: CUDA_VISIBLE_DEVICES shifts numbers."""
     try:
         import pynvml
         import torch

@@ -250,7 +250,9 @@ def git_state(root: Path) -> tuple[str, bool]:
         return "", False
 
 
-def hardware_and_versions(python: str = sys.executable, env: dict[str, str] | None = None) -> tuple[Hardware, dict, str]:
+def hardware_and_versions(
+    python: str = sys.executable, env: dict[str, str] | None = None
+) -> tuple[Hardware, dict[str, str], str]:
     """This machine as ``python`` sees it, the versions in that interpreter, and why there is no GPU ("" if one is)."""
     told = _ask_machine(python, env)
     versions, why_not = told.pop("versions"), told.pop("no_gpu_because")
@@ -313,7 +315,7 @@ def read(path: Path) -> Record:
     try:
         content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_nan)
     except (OSError, ValueError) as error:
-        raise RecordError(f"record {path} is not readable JSON ({error}); restore it from git or move it away") from None
+        raise RecordError(f"record {path} is not readable JSON ({error}); restore it or move it away") from None
     version = content.get("schema_version") if isinstance(content, dict) else None
     if version != SCHEMA_VERSION:
         raise RecordError(

@@ -86,6 +86,8 @@ def _phase_status(root: Path, phase: Phase, found: Sequence[tuple[str, Record]])
         unbuilt = why_not_built(root, gate)
         rows[gate.id] = {}
         for kind in CLASSES:
+            if kind == "any" and kind not in gate.needs:
+                continue  # what only a GPU can show says nothing of any machine
             here = [(path, record) for path, record in mine if kind in record.hardware.classes]
             cell = _cell(gate, kind, here, files[covers], broken_seals, unbuilt)
             if cell:
@@ -101,7 +103,7 @@ def _cell(
     broken_seals: set[str],
     unbuilt: str,
 ) -> Cell | None:
-    """The newest valid result, else the newest stale one, else NOT MEASURED. None: nothing asked for, nothing to say."""
+    """The newest valid result, else the newest stale one, else NOT MEASURED; None where nothing is asked for."""
     needed = kind in gate.needs
     definition, content = gate.digest(), records.digest(files)
     stale: Cell | None = None

@@ -42,12 +42,8 @@ class TinyModel:
     heads: int = 4
     seed: int = 0
     dtype: str = "float32"
-    sharpness: float = (
-        2.0  # standard deviation of the attention scores: neff keys of n carry weight, n / e**4
-    )
-    attention_gain: float = (
-        1.0  # standard deviation of a layer's attention output where a single key carries it all
-    )
+    sharpness: float = 2.0  # standard deviation of the attention scores: neff keys of n carry weight, n / e**4
+    attention_gain: float = 1.0  # standard deviation of a layer's attention output where a single key carries it all
     preference: tuple[float, ...] = (1.0, 0.93, 0.87)  # of the next words on the cycle
 
     def __post_init__(self) -> None:
@@ -134,9 +130,7 @@ def weights(model: TinyModel) -> dict:
 
     hidden, heads = model.hidden, model.heads
     # Unit rows times sqrt(hidden): RMSNorm leaves an embedding as it is.
-    embedding = (
-        torch.nn.functional.normalize(torch.randn(model.vocab, hidden, generator=generator)) * hidden**0.5
-    )
+    embedding = torch.nn.functional.normalize(torch.randn(model.vocab, hidden, generator=generator)) * hidden**0.5
     order = torch.tensor(cycle(model))
     head = torch.zeros(model.vocab, hidden)
     for step, preference in enumerate(model.preference, start=1):

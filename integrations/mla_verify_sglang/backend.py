@@ -51,9 +51,7 @@ class MlaVerifyBackend(AttentionBackend):
         self.device = runner.device
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.req_to_token: Tensor = runner.req_to_token_pool.req_to_token
-        self.max_context_len = (
-            runner.model_config.context_len
-        )  # EAGLE sizes masks by it when a batch is too wide
+        self.max_context_len = runner.model_config.context_len  # EAGLE sizes masks by it when a batch is too wide
         self.draft_tokens: int = get_spec().speculative_num_draft_tokens or 1
         self.forward_metadata: Step | None = None
         self._served_layers: dict[int, float] = {}
@@ -154,9 +152,7 @@ class MlaVerifyBackend(AttentionBackend):
                 "--speculative-draft-attention-backend triton for drafts, and no full-graph prefill"
             )
         padding = getattr(forward_batch, "num_padding", 0) or 0
-        torch.mul(
-            forward_batch.req_pool_indices[:batch], self.req_to_token.shape[1], out=self._starts[:batch]
-        )
+        torch.mul(forward_batch.req_pool_indices[:batch], self.req_to_token.shape[1], out=self._starts[:batch])
         torch.add(forward_batch.seq_lens[:batch], nodes if tree else 0, out=self._lens[:batch])
         if padding:
             self._lens[batch - padding : batch].zero_()
@@ -180,9 +176,7 @@ class MlaVerifyBackend(AttentionBackend):
             width = _width(nodes)
             rows = nodes * batch
             words = self._words[: rows * width].view(rows, width)
-            slots = Slots(
-                self.req_to_token, self._starts[:batch], self._lens[:batch], self.req_to_token.shape[1]
-            )
+            slots = Slots(self.req_to_token, self._starts[:batch], self._lens[:batch], self.req_to_token.shape[1])
             self._graph_steps[nodes, batch] = Step(slots, Tree(words, self._node_starts(nodes, batch), nodes))
         return self._graph_steps[nodes, batch]
 
@@ -300,9 +294,7 @@ def _require_layer(layer) -> float:
     if layer.logit_cap:
         raise UnsupportedError(f"{say}logit cap {layer.logit_cap}; use --attention-backend triton")
     if layer.sliding_window_size is not None and layer.sliding_window_size > 0:
-        raise UnsupportedError(
-            f"{say}sliding window {layer.sliding_window_size}; use --attention-backend triton"
-        )
+        raise UnsupportedError(f"{say}sliding window {layer.sliding_window_size}; use --attention-backend triton")
     if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
         raise UnsupportedError(f"{say}it is not causal self-attention; use --attention-backend triton")
     if layer.k_scale is None:

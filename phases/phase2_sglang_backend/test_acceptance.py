@@ -64,7 +64,7 @@ def _served(outcome: engine.Outcome) -> list[list[dict]]:
 
 
 def _ours(model: str, prompts, suffixes, folder: Path, *, turns=TURNS, modes=("",), full_mask=False,
-          impl="reference", timeout=300, **options):  # fmt: skip
+          impl="reference", timeout=500, **options):  # fmt: skip
     """Run mla_verify with the probe in; returns rounds and what the probe counted."""
     record, mode_file = folder / "counts.json", folder / "mode.txt"
     job = engine.Job(
@@ -91,9 +91,7 @@ def _differing(ours: list[dict], theirs: list[dict], keep: int | None = None) ->
                     (i for i, (x, y) in enumerate(zip(mine, other, strict=False)) if x != y),
                     min(len(mine), len(other)),
                 )
-                found.append(
-                    f"turn {turn + 1}, request {request}, token {at}: {mine[at:][:3]} not {other[at:][:3]}"
-                )
+                found.append(f"turn {turn + 1}, request {request}, token {at}: {mine[at:][:3]} not {other[at:][:3]}")
     return found
 
 
@@ -112,9 +110,7 @@ def _require_walks(turns: list[dict]) -> float:
 
 def _require_radix_hits(turns: list[dict]) -> None:
     for turn in turns[1:]:
-        assert min(turn["cached"]) > 0, (
-            f"a request of a later turn hit nothing in the radix cache: {turn['cached']}"
-        )
+        assert min(turn["cached"]) > 0, f"a request of a later turn hit nothing in the radix cache: {turn['cached']}"
 
 
 def test_no_speculation_equals_builtin(model, conversations, builtin, tmp_path, gate_metrics):
@@ -195,12 +191,9 @@ def test_refusals(tmp_path, gate_metrics):
         str(llama), [[1, 2, 3]],
         engine={"attention_backend": "mla_verify", "load_format": "dummy", "skip_tokenizer_init": True},
     )  # fmt: skip
-    outcome = engine.run_engine(job, tmp_path / "not-mla", timeout=120)
+    outcome = engine.run_engine(job, tmp_path / "not-mla", timeout=300)
     assert outcome.returncode != 0 and not outcome.rounds
-    assert (
-        "LlamaForCausalLM has no multi-head latent attention (MLA); use --attention-backend triton"
-        in outcome.log
-    )
+    assert "LlamaForCausalLM has no multi-head latent attention (MLA); use --attention-backend triton" in outcome.log
     gate_metrics["refused"] = 1
 
 
@@ -218,7 +211,7 @@ def test_plugin_failure_is_loud(model, tmp_path, gate_metrics):
         (future, "RuntimeError: SGLang 0.99.0 is outside the tested range 0.5.17 to 0.5.23"),
     ):
         job = engine.Job(model, [[5, 6, 7]], engine={"attention_backend": "mla_verify"})
-        outcome = engine.run_engine(job, tmp_path / f"run-{path.name}", timeout=120, PYTHONPATH=str(path))
+        outcome = engine.run_engine(job, tmp_path / f"run-{path.name}", timeout=300, PYTHONPATH=str(path))
         assert outcome.returncode != 0 and not outcome.rounds, "the server started on some backend"
         assert say + reason in outcome.log, outcome.log[-3000:]
     gate_metrics["stopped"] = 2

@@ -53,7 +53,6 @@ def environment(python: Path, **more: str) -> dict[str, str]:
         "SGLANG_USE_CPU_ENGINE": "1",
         "TRITON_INTERPRET": "1",
         "HF_HUB_OFFLINE": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
         # Thousands of tiny products: on a busy machine a second thread costs a time slice at each of them.
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
@@ -61,7 +60,7 @@ def environment(python: Path, **more: str) -> dict[str, str]:
     return env | ({"CXX": str(wrapper)} if wrapper.exists() else {}) | more
 
 
-def run_engine(job: Job, folder: Path, timeout: float = 300, **env: str) -> Outcome:
+def run_engine(job: Job, folder: Path, timeout: float = 500, **env: str) -> Outcome:
     """Run ``job`` in a subprocess; ``folder`` keeps the job, the result and the log."""
     folder.mkdir(parents=True, exist_ok=True)
     wanted, result, log = folder / "job.json", folder / "result.json", folder / "log.txt"
@@ -123,9 +122,7 @@ def _serve(job: Job, result: Path) -> None:
                 }
             )
             suffixes = job.suffixes or [[]] * len(prompts)
-            prompts = [
-                p + out["output_ids"] + s for p, out, s in zip(prompts, outputs, suffixes, strict=True)
-            ]
+            prompts = [p + out["output_ids"] + s for p, out, s in zip(prompts, outputs, suffixes, strict=True)]
         rounds.append(turns)
     result.write_text(json.dumps(rounds))
     engine.shutdown()

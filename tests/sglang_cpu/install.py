@@ -30,9 +30,7 @@ RELEASES = {
 # Their own dependencies ask for CUDA builds.
 WITHOUT_DEPENDENCIES = ["torchvision==0.28.0", "compressed-tensors==0.18.0"]
 
-TORCHVISION_MARK = (
-    "\n# mla-verify: PyPI's torchvision is a CUDA build; its import wants these two ops declared"
-)
+TORCHVISION_MARK = "\n# mla-verify: PyPI's torchvision is a CUDA build; its import wants these two ops declared"
 TORCHVISION_PATCH = (
     TORCHVISION_MARK
     + """
@@ -52,15 +50,11 @@ def install(python: Path, version: str) -> bool:
     """Bring the environment of ``python`` to SGLang ``version``; returns False when it already was there."""
     if version not in RELEASES:
         raise SystemExit(f"--version {version} is not pinned here; choose {' or '.join(RELEASES)}")
-    found = _ask(
-        python, "import sys; print('%d.%d' % sys.version_info[:2], sys.prefix != sys.base_prefix)"
-    ).split()
+    found = _ask(python, "import sys; print('%d.%d' % sys.version_info[:2], sys.prefix != sys.base_prefix)").split()
     if found[1] != "True":
         raise SystemExit(f"--python {python} is no virtual environment; make one: python3.11 -m venv ENV")
     if found[0] != "3.11":
-        raise SystemExit(
-            f"--python {python} is Python {found[0]}; the pins are for 3.11: python3.11 -m venv ENV"
-        )
+        raise SystemExit(f"--python {python} is Python {found[0]}; the pins are for 3.11: python3.11 -m venv ENV")
     site = Path(_ask(python, "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     stamp, wanted = site / "mla_verify_sglang_cpu.json", _wanted(version)
     if stamp.is_file() and json.loads(stamp.read_text()) == wanted:
@@ -96,9 +90,7 @@ def _patch_torchvision(path: Path) -> None:
 def _pip(python: Path, *what: str) -> None:
     command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *what]
     if subprocess.run(command).returncode:
-        raise SystemExit(
-            f"this command failed, see above; with no network a local index may lack it:\n{command}"
-        )
+        raise SystemExit(f"this command failed, see above; with no network a local index may lack it:\n{command}")
 
 
 def _ask(python: Path, code: str) -> str:

@@ -25,9 +25,7 @@ def write_entry_point(folder: Path) -> Path:
     info = folder / "mla_verify_probe-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mla-verify-probe\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(
-        "[sglang.srt.plugins]\nmla_verify_probe = mla_verify_probe:register\n"
-    )
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nmla_verify_probe = mla_verify_probe:register\n")
     (folder / "mla_verify_probe.py").write_text(Path(__file__).read_text())
     return folder
 
@@ -58,9 +56,7 @@ def _watch(cls, wanted: dict) -> None:
             counts["largest_batch"] = max(counts["largest_batch"], batch)
             full = spec_info.custom_mask.numel() > batch * nodes * nodes
             counts["full_mask" if full else "qlen_only"] += 1
-            counts["branching_trees"] += sum(
-                _branches(words[b * nodes : (b + 1) * nodes]) for b in range(batch)
-            )
+            counts["branching_trees"] += sum(_branches(words[b * nodes : (b + 1) * nodes]) for b in range(batch))
             save()
         return words
 

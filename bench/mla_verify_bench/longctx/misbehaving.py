@@ -41,11 +41,16 @@ class Script:
 
 
 class MisbehavingServer:
-    """``with MisbehavingServer(script) as server: … server.url``; ``server.prompts`` lists what was asked."""
+    """``with MisbehavingServer(script) as server: … server.url``; ``server.prompts`` lists what was asked.
+
+    ``server.rates``: decode tok/s of each reply by the server's own clock, which a busy machine slows below the
+    script's.
+    """
 
     def __init__(self, script: Script | None = None) -> None:
         self.script = script or Script()
         self.prompts: list[Any] = []
+        self.rates: list[float] = []
         self.lock = threading.Lock()
         owner = self
 
@@ -146,7 +151,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif behaviour == "late_loop":
             ids[count // 2 :] = [7, 8] * count
         words = ["nan" if behaviour == "nan_text" else f"w{i}" for i in ids]
-        done = 0
+        done, first_sent, sent = 0, 0.0, 0.0
         while done < end:
             before, done = done, 1 if done == 0 else min(end, done + step)
             late = 0.5 if behaviour == "stall" and done > count // 2 else 0.0
@@ -169,6 +174,10 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             for event in self._events(api, behaviour, depth, ids, words, before, done, count, end):
                 self._send(event)
+            sent = time.perf_counter()
+            first_sent = sent if done == 1 else first_sent
+        if sent > first_sent:
+            self.server_of.rates.append((end - 1) / (sent - first_sent))
         if behaviour == "disconnect":
             return
         if api != "generate" and behaviour != "no_usage":
