@@ -104,7 +104,7 @@ def environment(session: nox.Session) -> Path:
     donor = python_with_torch() if HAS_GPU else ""
     home = ROOT / ".nox" / "main"
     python, stamp = home / "bin" / "python", home / "installed"
-    wanted = ["-e", f".[{'cuda' if HAS_GPU else 'interpreter'},test]"]
+    wanted = ["-e", f".[{'cuda' if HAS_GPU else 'interpreter,compile'},test]"]
     if not HAS_GPU:
         wanted = [*CPU_PINS, *wanted]
     facts = [donor or sys.executable, *wanted, (ROOT / "pyproject.toml").read_text(encoding="utf-8")]

@@ -254,6 +254,12 @@ COMMANDS = (
         _elsewhere("doctor", "add_arguments"),
         _elsewhere("doctor", "run"),
     ),
+    Command(
+        "build",
+        "compile the CUDA kernels ahead of time, for this GPU or another",
+        _elsewhere("build", "add_arguments"),
+        _elsewhere("build", "run"),
+    ),
 )
 
 if __name__ == "__main__":

@@ -62,9 +62,9 @@ def _why_not_triton(device: torch.device) -> str:
 def choose(device: torch.device | str, q_dtype: torch.dtype | None = None, kv_dtype: torch.dtype | None = None) -> str:
     """The implementation that ``impl=None`` means: $MLA_VERIFY_IMPL, else the fastest that runs on ``device``.
 
-    The CUDA kernel, which takes bf16 or fp16 throughout, is the fastest wherever Triton has no wgmma to use: on one
-    H200 with Triton held to sm_120's tiles, 0.37 against 0.70 ms at H = 8, N = 16, L = 185,000. On sm_90 and 100
-    Triton's own tiles win (0.26 ms), from about 64 rows up.
+    The CUDA kernel takes bf16 or fp16 queries, and K/V of the same dtype or e4m3. Its first version was the fastest
+    wherever Triton has no wgmma to use: on one H200 with Triton held to sm_120's tiles, 0.37 against 0.70 ms at H = 8,
+    N = 16, L = 185,000; on sm_90 and 100 Triton's own tiles won (0.26 ms), from about 64 rows up.
     """
     wanted = os.environ.get("MLA_VERIFY_IMPL", "auto")
     if wanted not in ("auto", ""):
@@ -72,9 +72,13 @@ def choose(device: torch.device | str, q_dtype: torch.dtype | None = None, kv_dt
     device = torch.device(device)
     if device.type != "cuda":
         return "reference"
-    wide = torch.cuda.get_device_capability(device)[0] in (9, 10) and not _why_not_triton(device)
-    if not wide and not _why_not_cuda(device) and q_dtype == kv_dtype and q_dtype != torch.float32:
-        return "cuda"
+    capability = torch.cuda.get_device_capability(device)
+    wide = capability[0] in (9, 10) and not _why_not_triton(device)
+    if not wide and not _why_not_cuda(device):
+        from .cuda_kernels import unsupported
+
+        if q_dtype is None or not unsupported(q_dtype, kv_dtype, capability):
+            return "cuda"
     return "reference" if _why_not_triton(device) else "triton"
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import operator
 import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -132,14 +134,14 @@ def test_cuda_matches_oracle_gpu(gate_metrics):
     gpu_sweep("cuda", 100, gate_metrics)
 
 
-def bits_hold(problem: Problem, impl: str) -> int:
+def bits_hold(problem: Problem, run: Callable[[Problem], tuple[torch.Tensor, torch.Tensor]]) -> int:
     """The promise of the op: a row's bits depend on the row alone. Returns the number of comparisons."""
-    out, lse = problem.run(impl)
+    out, lse = run(problem)
     count = 0
 
     def same(other: Problem, rows_here: slice, rows_there: slice, what: str) -> None:
         nonlocal count
-        o, l = other.run(impl)
+        o, l = run(other)
         assert torch.equal(o[rows_there], out[rows_here]), f"{what}: output bits differ"
         assert torch.equal(l[rows_there], lse[rows_here]), f"{what}: LSE bits differ"
         count += 1
@@ -182,7 +184,7 @@ BITS = [
 @needs_interpreter
 def test_bits_independent_interpreted(gate_metrics):
     gate_metrics["comparisons"] = sum(
-        bits_hold(dataclasses.replace(case, q_dtype=q, kv_dtype=kv).build(), impl)
+        bits_hold(dataclasses.replace(case, q_dtype=q, kv_dtype=kv).build(), operator.methodcaller("run", impl))
         for case, (q, kv) in zip(BITS, [(FP32, FP32), (FP16, E4M3), (FP16, FP16)], strict=True)
         for impl in ("reference", "triton")
     )
@@ -192,7 +194,7 @@ def test_bits_independent_interpreted(gate_metrics):
 def test_bits_independent_gpu(gate_metrics):
     cases = [*BITS, Case((70_001, 129, 5000), (16, 64, 1), heads=16), Case((3000, 40), (128, 9), heads=8)]
     gate_metrics["comparisons"] = sum(
-        bits_hold(dataclasses.replace(case, q_dtype=q, kv_dtype=kv).build("cuda"), impl)
+        bits_hold(dataclasses.replace(case, q_dtype=q, kv_dtype=kv).build("cuda"), operator.methodcaller("run", impl))
         for impl, pairs in GPU_IMPLEMENTATIONS.items()
         for case in cases
         for q, kv in pairs

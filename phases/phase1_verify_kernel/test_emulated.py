@@ -1,0 +1,119 @@
+"""Phase 1 gates of the CUDA source on a machine with no GPU: verify.cu run on the CPU, thread by thread.
+
+See tests/emulator. The address sanitizer watches every read, asynchronous copies land as late as they may, and warps
+run in an order that the seed draws.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from mla_verify import cuda_kernels
+from mla_verify.testing import Case, Problem, compare
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "emulator"))
+
+import emulator  # noqa: E402
+from test_acceptance import BITS, EDGES, bits_hold, random_case  # noqa: E402
+
+BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="needs a C++ compiler (g++ or clang++)")
+# dtypes of q and K/V, wide slot ids, and whether tiles come by bulk copies (sm_90 and newer) or by cp.async
+BUILDS = [
+    (BF16, BF16, False, True), (BF16, E4M3, False, True), (FP16, FP16, True, True), (BF16, BF16, False, False),
+    (FP16, E4M3, True, False),
+]  # fmt: skip
+ROW_BLOCKS = [Case((150,), (2,), heads=64), Case((213, 40), (3, 1), heads=8), Case((99,), (1,), heads=16)]
+
+
+def built(case: Case, build: tuple[torch.dtype, torch.dtype, bool, bool]) -> Problem:
+    q, kv, wide, _ = build
+    return dataclasses.replace(case, q_dtype=q, kv_dtype=kv, wide_index=wide, kv_scale=0.5 if kv == E4M3 else 1).build()
+
+
+def test_emulated_matches_oracle(gate_metrics):
+    """Edges on every build, and random cases."""
+    wanted = [(case, BUILDS[0], 0) for case in [*EDGES, *ROW_BLOCKS]]
+    wanted += [(case, build, 1) for build in BUILDS[1:] for case in [EDGES[2], EDGES[3], *ROW_BLOCKS]]
+    for seed in range(10):
+        case = random_case(seed, BF16, BF16, longest=200, rows=100)
+        wanted.append((case, BUILDS[seed % len(BUILDS)], seed))
+    for case, build, seed in wanted:
+        problem = built(case, build)
+        c = compare(problem, *emulator.run(problem, bulk=build[3], seed=seed))
+        assert not c.problem, f"{case}, {build}: {c.problem}"
+    gate_metrics["cases"] = len(wanted)
+
+
+def test_emulated_bits_independent(gate_metrics):
+    """A row's bits depend on the row alone: also whether 16, 32 or 64 rows share its block."""
+    count = 0
+    for case, build in zip([*BITS, Case((70,), (9,), heads=7), BITS[1]], BUILDS, strict=True):
+        count += bits_hold(built(case, build), lambda p, bulk=build[3]: emulator.run(p, bulk=bulk))
+    gate_metrics["comparisons"] = count
+
+
+# What breaks when a line of verify.cu goes missing: each must turn the comparison, or the emulator, red.
+FAULTS = {
+    "a bulk copy's wait left out": (
+        "if ((i + 1) * KEYS < tokens) barrier_wait(&sh.full[(i + 1) % STAGES], ((i + 1) / STAGES) & 1);",
+        "",
+    ),
+    "the barrier before scores are read left out": (
+        "const bool rescale = __syncthreads_or(shrunk);\n    float x",
+        "const bool rescale = shrunk;\n    float x",
+    ),
+    "the barrier after scores are read left out": (
+        "whole_scores<ROWS>(x, sh, my_row, sub, score_scale);\n    __syncthreads();",
+        "whole_scores<ROWS>(x, sh, my_row, sub, score_scale);",
+    ),
+    "a tile loaded over one that is still read": ("AHEAD = STAGES - 2;", "AHEAD = STAGES - 1;"),
+    "tokens past the end not masked": ("x[j] = left > j ? x[j] : NEG_INF;", ";"),
+    "a row of K/V too far": ("kv + (i64)slot * DIM, DIM", "kv + (i64)(slot + 1) * DIM, DIM"),
+    "slots read past the end": (
+        "own[min(tile * KEYS + warp * 2 + (lane & 1), tokens - 1)]",
+        "own[tile * KEYS + warp * 2 + (lane & 1)]",
+    ),
+    "a base that moves without rescaling": (
+        "const float shrink = exp2_fast(top - base);",
+        "const float shrink = 1.f;",
+    ),
+    "a piece left out of the merge": (
+        "const int count = min((prefix + each - 1) / each, splits) + 1;",
+        "const int count = min((prefix + each - 1) / each, splits);",
+    ),
+    "a tree that is not masked": ("(word >> token) & 1u && at + token < nodes", "at + token < nodes"),
+}
+
+
+@pytest.fixture(scope="module")
+def problems() -> list[Problem]:
+    """What the faults are tried on; the kernel as it is passes."""
+    problem = built(Case((430, 77), (24, 5), heads=4, branching=1.0, seed=2), BUILDS[0])
+    spread = dataclasses.replace(problem, q=problem.q * 30)  # scores far apart, so that bases move
+    for p in (problem, spread):
+        c = compare(p, *emulator.run(p))
+        assert not c.problem, c.problem
+    return [problem, spread]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_emulated_negative_controls(fault, problems, gate_metrics):
+    """Lines taken out of the kernel: the gates above would notice."""
+    line, instead = FAULTS[fault]
+    source = cuda_kernels.SOURCE.read_text()
+    assert line in source, f"the line of {fault!r} is not in verify.cu any more"
+    for problem, seed in itertools.product(problems, range(3)):
+        try:
+            noticed = compare(problem, *emulator.run(problem, seed=seed, source=source.replace(line, instead))).problem
+        except emulator.EmulatorError as error:
+            noticed = str(error)
+        if noticed:
+            break
+    assert noticed, f"{fault}: went unnoticed"
+    gate_metrics["caught"] = 1
