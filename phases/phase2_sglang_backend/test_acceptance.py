@@ -63,9 +63,9 @@ def _served(outcome: engine.Outcome) -> list[list[dict]]:
     return outcome.rounds
 
 
-def _ours(model: str, prompts, suffixes, folder: Path, *, turns=TURNS, modes=("",), full_mask=False,
-          impl="reference", timeout=500, **options):  # fmt: skip
-    """Run mla_verify with the probe in; returns rounds and what the probe counted."""
+def _engine(model: str, prompts, suffixes, folder: Path, *, turns=TURNS, modes=("",), full_mask=False,
+            impl="reference", timeout=500, environ=(), **options) -> tuple[engine.Outcome, dict]:  # fmt: skip
+    """Run mla_verify with the probe in; returns what came of it and what the probe counted."""
     record, mode_file = folder / "counts.json", folder / "mode.txt"
     job = engine.Job(
         model, prompts, suffixes, turns, modes, str(mode_file), {"attention_backend": "mla_verify"} | options
@@ -74,10 +74,15 @@ def _ours(model: str, prompts, suffixes, folder: Path, *, turns=TURNS, modes=(""
     wanted = {"record": str(record), "full_mask": full_mask, "mode_file": str(mode_file)}
     outcome = engine.run_engine(
         job, folder, timeout, MLA_VERIFY_IMPL=impl, MLA_VERIFY_PROBE=json.dumps(wanted),
-        PYTHONPATH=str(probe.write_entry_point(folder / "probe")),
+        PYTHONPATH=str(probe.write_entry_point(folder / "probe")), **dict(environ),
     )  # fmt: skip
-    rounds = _served(outcome)
-    return rounds, json.loads(record.read_text()) if record.exists() else {}
+    return outcome, json.loads(record.read_text()) if record.exists() else {}
+
+
+def _ours(model: str, prompts, suffixes, folder: Path, **options) -> tuple[list[list[dict]], dict]:
+    """Rounds of a run that went well, and the probe's counts."""
+    outcome, counts = _engine(model, prompts, suffixes, folder, **options)
+    return _served(outcome), counts
 
 
 def _differing(ours: list[dict], theirs: list[dict], keep: int | None = None) -> list[str]:
@@ -169,6 +174,33 @@ def test_full_mask_layout(model, conversations, builtin, tmp_path, gate_metrics)
         assert not (wrong := _differing(turns, builtin)), f"{mode}: {wrong}"
     gate_metrics["accept_length"] = _accept_length(rounds[0])
     gate_metrics["verify_steps"] = counts["verify_steps"]
+
+
+def test_tp2_equals_tp1(model, conversations, builtin, tmp_path, gate_metrics):
+    """Two ranks: heads are split, K/V is on both. Greedy NGRAM tokens equal those of one rank."""
+    cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
+    rounds, counts = _ours(model, *conversations, tmp_path, environ=cores, tp_size=2, **NGRAM)
+    assert not (wrong := _differing(rounds[0], builtin)), wrong
+    _require_radix_hits(rounds[0])
+    assert counts["branching_trees"] > 0, counts
+    gate_metrics["requests"] = len(conversations[0])
+    gate_metrics["accept_length"] = _accept_length(rounds[0])
+
+
+def test_retraction(model, conversations, builtin, tmp_path, gate_metrics):
+    """A pool too small for the batch: requests are thrown out and come back, and every slot is found again.
+
+    An idle scheduler of SGLang counts its slots and dies of a leak.
+    """
+    small = {"max_total_tokens": 360, "log_level": "info"}
+    outcome, counts = _engine(model, *conversations, tmp_path, **small, **NGRAM)
+    rounds = _served(outcome)
+    retracted = outcome.log.count("Retract requests")
+    assert retracted > 0, "nothing was retracted: the pool was large enough"
+    assert not (wrong := _differing(rounds[0], builtin)), wrong
+    assert "leak" not in outcome.log
+    gate_metrics["retractions"] = retracted
+    gate_metrics["requests"] = len(conversations[0])
 
 
 def test_negative_controls(model, conversations, builtin, tmp_path, gate_metrics):
