@@ -249,6 +249,18 @@ COMMANDS = (
         _elsewhere("longctx.cli", "run"),
     ),
     Command(
+        "plan",
+        "the memory of a server: feasible fraction, pool tokens, launch command",
+        _elsewhere("plan.cli", "add_arguments"),
+        _elsewhere("plan.cli", "run"),
+    ),
+    Command(
+        "diagnose",
+        "where the time of a decode step goes, by depth, and what to change",
+        _elsewhere("diagnose", "add_arguments"),
+        _elsewhere("diagnose", "run"),
+    ),
+    Command(
         "doctor",
         "what this machine has, which implementation would serve it, and a short self-test",
         _elsewhere("doctor", "add_arguments"),
