@@ -63,22 +63,30 @@ def graph(call: Callable[[], object]) -> Callable[[], None]:
 
 def peers(shape: Shape, pool: torch.Tensor, order: torch.Tensor) -> dict[str, Callable[[], None]]:
     """What is timed at one shape. All read the same prefix through the same scattered slots."""
-    try:
-        from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
-    except ImportError as error:
-        sys.exit(f"bench.py needs SGLang's Triton kernels beside it (pip install sglang==0.5.17): {error}")
     n, length, device = shape.nodes, shape.prefix, pool.device
     q = torch.randn(n, shape.heads, 576, device=device, dtype=POOL_DTYPE)
     slots = Slots.from_indptr(
         order[: length + n].contiguous(), torch.tensor([0, length + n], device=device), length + n
     )
-    parents = [-1] + [(i - 1) // 2 for i in range(1, n)]
-    tree = Tree.from_parents(parents, device=device)
+    tree = Tree.from_parents([-1] + [(i - 1) // 2 for i in range(1, n)], device=device)
     timed = {
         impl: graph(lambda impl=impl: mla_verify.verify(q, pool, slots, tree, sm_scale=SM_SCALE, impl=impl))
         for impl, why in mla_verify.implementations().items()
         if not why and impl != "reference"
     }
+    timed["sglang"] = graph(sglang_verify(shape, pool, order, q, tree))
+    return timed
+
+
+def sglang_verify(
+    shape: Shape, pool: torch.Tensor, order: torch.Tensor, q: torch.Tensor, tree: Tree
+) -> Callable[[], None]:
+    """SGLang's own verify kernel at this shape, held to the oracle first."""
+    try:
+        from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
+    except ImportError as error:
+        sys.exit(f"this bench needs SGLang's Triton kernels beside it (pip install sglang==0.5.17): {error}")
+    n, length, device = shape.nodes, shape.prefix, pool.device
     draft = pool[order[length : length + n].long()][:, None]
     mask = torch.cat([torch.ones(n, length, dtype=torch.bool, device=device), tree.dense()[0]], 1).flatten()
     out = torch.empty(n, shape.heads, 512, device=device, dtype=POOL_DTYPE)
@@ -93,18 +101,20 @@ def peers(shape: Shape, pool: torch.Tensor, order: torch.Tensor) -> dict[str, Ca
         )  # fmt: skip
 
     sglang()
+    slots = Slots.from_indptr(
+        order[: length + n].contiguous(), torch.tensor([0, length + n], device=device), length + n
+    )
     want, _ = mla_verify.verify(q, pool, slots, tree, sm_scale=SM_SCALE, impl="reference")
     apart = ((out.double() - want.double()).norm() / want.double().norm()).item()
     if not apart < 0.02:
         sys.exit(f"at {shape} SGLang's kernel and the oracle differ by {apart:.3f}: they do not compute the same thing")
-    timed["sglang"] = graph(sglang)
-    return timed
+    return sglang
 
 
-def measure(timed: dict[str, Callable[[], None]], flush: torch.Tensor) -> dict[str, list[float]]:
+def measure(timed: dict[str, Callable[[], None]], flush: torch.Tensor, rounds: int = ROUNDS) -> dict[str, list[float]]:
     """Microseconds of each peer, in the order taken."""
     names, samples = list(timed), {name: [] for name in timed}
-    for i in range(WARMUPS + ROUNDS):
+    for i in range(WARMUPS + rounds):
         for name in names[i % len(names) :] + names[: i % len(names)]:
             flush.zero_()
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

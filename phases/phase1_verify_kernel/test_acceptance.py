@@ -49,7 +49,7 @@ EDGES = [
 PAIRS = [(FP32, FP32), (FP16, FP16), (FP32, E4M3), (FP16, E4M3), (FP32, FP16), (FP16, FP32)]
 GPU_IMPLEMENTATIONS = {
     "triton": [(BF16, BF16), (BF16, E4M3), (FP16, FP16), (FP32, FP32)],
-    "cuda": [(BF16, BF16), (FP16, FP16)],
+    "cuda": [(BF16, BF16), (BF16, E4M3), (FP16, FP16), (FP16, E4M3)],
 }
 
 
@@ -248,7 +248,7 @@ def graph_holds(impl: str, q_dtype: torch.dtype, kv_dtype: torch.dtype) -> int:
 def test_graph_replay_bits(gate_metrics):
     gate_metrics["replays"] = sum(
         graph_holds(impl, *pair)
-        for impl, pair in (("triton", (BF16, BF16)), ("triton", (BF16, E4M3)), ("cuda", (BF16, BF16)))
+        for impl, pair in itertools.product(("triton", "cuda"), ((BF16, BF16), (BF16, E4M3)))
     )
 
 
