@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_argument("--page-size", type=int, default=1)
     flags.add_argument("--kv-cache-dtype", default="auto", help="auto, bfloat16, fp8_e4m3")
     flags.add_argument("--attention-backend", default="mla_verify")
-    flags.add_argument("--cuda-graph-max-bs", type=int, default=0)
-    flags.add_argument("--disable-prefill-graph", action="store_true")
+    flags.add_argument("--cuda-graph-max-bs-decode", "--cuda-graph-max-bs", type=int, default=0)
+    flags.add_argument("--disable-prefill-cuda-graph", action="store_true")
     flags.add_argument("--speculative-algorithm", default="none", choices=ALGORITHMS)
     flags.add_argument("--speculative-num-draft-tokens", type=int, default=0)
     flags.add_argument("--speculative-draft-model-path", default="", help="preset, config.json or folder")
@@ -73,19 +73,19 @@ def run(args: argparse.Namespace) -> int:
 def _setup(args: argparse.Namespace) -> tuple[Any, Any]:
     """The setup, and what the log said or None."""
     from . import log
-    from .memory import Setup
+    from .memory import Setup, cell, static_gib
     from .model import nextn_draft, presets, read_draft, read_model
 
     model = read_model(args.model)
     started = log.read(args.log) if args.log else None
-    total_mib, taken, sm_count = args.gpu_memory_mib, 1.5, 0
+    total_mib, taken, sm_count, capability = args.gpu_memory_mib, 1.5, 0, ""
     if args.gpu:
         known = presets()["gpus"]
         if args.gpu not in known:
             raise ValueError(f"--gpu is {args.gpu!r}; expected one of {', '.join(known)}, or give --gpu-memory-mib")
         card = known[args.gpu]
         total_mib = total_mib or card["total_mib"]
-        taken, sm_count = card.get("taken_gib", taken), card["sm_count"]
+        taken, sm_count, capability = card.get("taken_gib", taken), card["sm_count"], card["capability"]
     elif not total_mib:
         from ..machine import gpu
 
@@ -93,6 +93,7 @@ def _setup(args: argparse.Namespace) -> tuple[Any, Any]:
         if not found:
             raise ValueError(f"--gpu is not given and there is none here ({why_not}); name a preset, e.g. --gpu h200")
         total_mib, sm_count = found["memory_bytes"] / 2**20, found["sm_count"]
+        capability = found["capability"]
     said = started or log.StartUp()
     free = args.free_before_gib or said.free_before_gib or total_mib / 1024 - taken
     weights = args.weights_gib or said.weights_gib
@@ -105,7 +106,7 @@ def _setup(args: argparse.Namespace) -> tuple[Any, Any]:
         draft = read_draft(args.speculative_draft_model_path, model)
     elif args.speculative_algorithm in ("EAGLE", "NEXTN"):
         draft = nextn_draft(model)
-    return Setup(
+    setup = Setup(
         model=model,
         total_gib=total_mib / 1024,
         free_before_gib=free,
@@ -118,8 +119,9 @@ def _setup(args: argparse.Namespace) -> tuple[Any, Any]:
         max_running_requests=args.max_running_requests,
         chunked_prefill_size=args.chunked_prefill_size or said.chunked_prefill_size or 8192,
         page_size=args.page_size,
-        cuda_graph_max_bs=args.cuda_graph_max_bs,
-        prefill_graph=not args.disable_prefill_graph,
+        cuda_graph_max_bs=args.cuda_graph_max_bs_decode,
+        prefill_graph=False if args.disable_prefill_cuda_graph else None,
+        capability=capability,
         algorithm=args.speculative_algorithm,
         draft_tokens=args.speculative_num_draft_tokens,
         draft=draft,
@@ -127,7 +129,22 @@ def _setup(args: argparse.Namespace) -> tuple[Any, Any]:
         attention_backend=args.attention_backend,
         release=args.sglang_version,
         margin_gib=args.margin_gib,
-    ), started
+    )
+    if started and not (args.free_before_gib or args.weights_gib or args.draft_weights_gib):
+        reserve = static_gib(setup) - setup.weights_gib - setup.draft_weights_gib  # the release's own, not weights
+        settled = started.settled(cell(setup) if _same_pool(setup, started) else 0, reserve)
+        if settled:
+            before, left = settled
+            setup = replace(setup, free_before_gib=before, weights_gib=max(0.0, before - left), draft_weights_gib=0.0)
+    return setup, started
+
+
+def _same_pool(setup: Any, started: Any) -> bool:
+    """Whether the log's pool is one of this setup's cells: same dtype and layers, and no draft, whose pool is apart."""
+    from .memory import cell
+
+    bounds = started.cell_bytes
+    return bounds is not None and setup.draft is None and bounds[0] <= cell(setup) <= bounds[1]
 
 
 def _what_if(setup: Any, target: int) -> list[tuple[str, Any]]:

@@ -23,12 +23,23 @@ PATTERNS = {
     "chunked_prefill_size": rf"max_total_num_tokens=.*?chunked_prefill_size={_NUMBER},",
     "max_running_requests": rf"max_total_num_tokens=.*?max_running_requests={_NUMBER},",
     "context_length": rf"max_total_num_tokens=.*?context_len={_NUMBER},",
-    "free_at_end_gib": rf"max_total_num_tokens=.*?available_gpu_mem={_NUMBER} GB",
-    "mem_fraction_static": rf"mem_fraction_static={_NUMBER}",
-    "tp_size": rf"\btp_size={_NUMBER}",
+    "free_at_end_gib": rf"max_total_num_tokens=.*?available_[cg]pu_mem={_NUMBER} GB",
+    "mem_fraction_static": rf"\bmem_fraction_static(?:=|': ){_NUMBER}",
+    "max_total_tokens": rf"server_args=.*?\bmax_total_tokens(?:=|': ){_NUMBER}",
+    "tp_size": rf"\btp_size(?:=|': ){_NUMBER}",
 }
 LEAST = {"free_before_gib", "free_after_gib", "free_after_pool_gib", "free_at_end_gib", "pool_tokens", "kv_tokens"}
-WHOLE = {"kv_tokens", "pool_tokens", "chunked_prefill_size", "max_running_requests", "context_length", "tp_size"}
+WHOLE = {
+    "kv_tokens",
+    "pool_tokens",
+    "chunked_prefill_size",
+    "max_running_requests",
+    "context_length",
+    "max_total_tokens",
+    "tp_size",
+}
+# Printed at every start-up, of no use to a plan.
+_KNOWN = re.compile(r"(Init torch distributed ends\.|Memory baseline taken\.|Capture .* end\.|Capture .* begin\.)")
 # Lines about memory that are not among the above: said, not guessed.
 _ABOUT_MEMORY = re.compile(r"(avail mem=|mem usage=|is allocated\.|max_total_num_tokens)", re.IGNORECASE)
 
@@ -50,6 +61,7 @@ class StartUp:
     context_length: int | None = None
     free_at_end_gib: float | None = None
     mem_fraction_static: float | None = None
+    max_total_tokens: int | None = None  # --max-total-tokens: the pool is capped, so it tells nothing of memory
     tp_size: int | None = None
     unknown: list[str] = field(default_factory=list)  # lines about memory that are not understood
 
@@ -58,7 +70,9 @@ class StartUp:
         """K/V bytes of a token, least and most, from the pool's size as printed to two decimals."""
         if not self.kv_gib or not self.kv_tokens:
             return None
-        return tuple((self.kv_gib + d) * 2**30 / self.kv_tokens for d in (-0.005, 0.005))
+        # The buffers have a page more than the tokens, of 64 at most.
+        least, most = (self.kv_gib - 0.005) * 2**30, (self.kv_gib + 0.005) * 2**30
+        return least / (self.kv_tokens + 64), most / self.kv_tokens
 
     @property
     def fraction(self) -> float | None:
@@ -68,6 +82,28 @@ class StartUp:
         if None in (self.free_before_gib, self.free_after_gib, self.kv_gib):
             return None
         return 1 - (self.free_after_gib - self.kv_gib) / self.free_before_gib
+
+    def settled(self, cell: int = 0, reserve_gib: float = 0.0) -> tuple[float, float] | None:
+        """Free memory before the weights and before the pool, GiB, closer than the log's two decimals.
+
+        A pool that is known and was not capped gives the second to a few MiB (``cell``: bytes of a token;
+        ``reserve_gib``: kept from it). Else before, after and their printed difference are three roundings of two
+        numbers: the centre of what all three allow. None where the log does not have them.
+        """
+        if self.free_before_gib is None or self.free_after_gib is None:
+            return None
+        before, after = self.free_before_gib, self.free_after_gib
+        if cell and self.kv_tokens and self.mem_fraction_static and self.max_total_tokens is None:
+            pool = self.kv_tokens * cell / 2**30
+            return before, pool + reserve_gib + before * (1 - self.mem_fraction_static)
+        if self.weights_gib is None or self.draft_weights_gib is not None:
+            return before, after
+        steps = [d / 4000 - 0.005 for d in range(41)]
+        weights = self.weights_gib
+        fits = [(a, b) for a in steps for b in steps if abs(before + a - after - b - weights) <= 0.005 + 1e-9]
+        if not fits:  # another rank's figure is in it
+            return before, after
+        return before + sum(a for a, _ in fits) / len(fits), after + sum(b for _, b in fits) / len(fits)
 
     def missing(self) -> list[str]:
         """Names of what a plan needs and the log does not say."""
@@ -100,7 +136,7 @@ def parse(text: str, name: str = "the log") -> StartUp:
                 hit = True
                 found.setdefault(key, []).append(float(match[1]))
         loads += "Load weight end." in line
-        if not hit and _ABOUT_MEMORY.search(line):
+        if not hit and not _KNOWN.search(line) and _ABOUT_MEMORY.search(line):
             unknown.append(" ".join(line.split())[:160])
     if not found:
         raise ValueError(f"{name} has none of SGLang's start-up lines (Load weight begin, Memory pool end, …)")

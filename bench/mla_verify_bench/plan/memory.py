@@ -22,6 +22,7 @@ from .model import Draft, Model
 
 GIB = 1 << 30
 MIB = 1 << 20
+SPECULATIVE_REQUESTS = 48  # --max-running-requests that SGLang sets for speculation where none is given
 DEFAULT_REQUESTS = 2048  # rows of req_to_token where --max-running-requests is not set
 MULTIMODAL_RESERVE = 100 * MIB  # 0.5.23: SGLANG_VLM_CACHE_SIZE_MB
 MLA_PREFILL_GRAPH = 1.5 * GIB  # reserve_for_graph_mb of a prefill graph with MLA
@@ -49,13 +50,14 @@ class Setup:
     chunked_prefill_size: int = 8192
     page_size: int = 1
     cuda_graph_max_bs: int = 0  # 0: SGLang's default
-    prefill_graph: bool = True
+    prefill_graph: bool | None = None  # None: as the release decides
     algorithm: str = "none"
     draft_tokens: int = 0
     draft: Draft | None = None
     draft_weights_gib: float = 0.0
     attention_backend: str = "mla_verify"
     release: str = "0.5.23"
+    capability: str = ""  # of the GPU, e.g. "12.0"; "" = not told
     margin_gib: float = 1.0  # for what is not known: allocator rounding, libraries, NCCL's growth
 
     def __post_init__(self) -> None:
@@ -93,10 +95,29 @@ class Setup:
         return max(1, self.draft_tokens) if self.algorithm != "none" else 1
 
     @property
+    def requests(self) -> int:
+        """Rows of ``req_to_token``: as given; 48 with speculation; else SGLang's least (more beyond 4 contexts)."""
+        unset = DEFAULT_REQUESTS if self.algorithm == "none" else SPECULATIVE_REQUESTS
+        return max(1, (self.max_running_requests or unset * self.dp_size) // self.dp_size)
+
+    @property
+    def page(self) -> int:
+        return 64 if self.model.has_indexer else self.page_size  # an indexer's pool takes no other
+
+    @property
+    def captures_prefill(self) -> bool:
+        """Whether a prefill graph is captured, where nothing is said: 0.5.17 leaves MLA without an indexer out."""
+        if self.prefill_graph is not None:
+            return self.prefill_graph
+        if self.model.vision:
+            return self.model.architecture == "KimiK25ForConditionalGeneration"
+        return self.release != "0.5.17" or self.model.has_indexer
+
+    @property
     def graph_requests(self) -> int:
         """Requests of the largest captured decode graph."""
         wanted = self.cuda_graph_max_bs or _default_graph_bs(self.total_gib * 1024, self.tp_size)
-        return min(wanted, self.max_running_requests) if self.max_running_requests else wanted
+        return min(wanted, self.requests)
 
 
 def _default_graph_bs(gpu_mib: float, tp_size: int) -> int:
@@ -109,14 +130,26 @@ def _default_graph_bs(gpu_mib: float, tp_size: int) -> int:
 def kv_bytes(setup: Setup) -> int:
     """Bytes of one element of K/V: ``auto`` is the model's dtype, or one byte where the checkpoint brings scales."""
     told = KV_DTYPES[setup.kv_cache_dtype]
+    if not told and setup.model.has_indexer:  # by the device: fp8 on Blackwell, else bf16
+        return 1 if _major(setup) >= 10 else 2
     return told or (1 if setup.model.auto_kv_fp8 else setup.model.dtype_bytes)
+
+
+def _major(setup: Setup) -> int:
+    return int(setup.capability.partition(".")[0] or 0)
+
+
+def _raw_fp8_rows(setup: Setup) -> bool:
+    """Whether an indexer model's fp8 rows have no scales: trtllm, the default on Blackwell but for GLM on sm_12x."""
+    glm_12 = setup.model.architecture == "GlmMoeDsaForCausalLM" and _major(setup) == 12
+    return _major(setup) >= 10 and not glm_12
 
 
 def cell(setup: Setup) -> int:
     """K/V bytes of a token on one rank: all layers, whole on every rank of TP, indexer and draft included."""
     model, size = setup.model, kv_bytes(setup)
     row = (model.latent + model.rope) * size
-    if model.has_indexer and size == 1:
+    if model.has_indexer and size == 1 and not _raw_fp8_rows(setup):
         row = DSA_FP8_ROW
     latent = row * model.layers
     indexer = 0
@@ -135,8 +168,10 @@ def cell(setup: Setup) -> int:
             heads = max(1, draft.kv_heads // setup.tp_size)
             return total + heads * draft.head_dim * draft.layers * size
         return total + (draft.latent + draft.rope) * draft.layers * size
-    if setup.release == "0.5.17" or not model.has_indexer:
+    if setup.release == "0.5.17":
         return int(total * (1 + draft.layers / model.layers))
+    if not model.has_indexer:
+        return total + int(total * draft.layers / model.layers)
     return total + row * draft.layers + per_index * draft.layers
 
 
@@ -172,12 +207,12 @@ def pool_gib(setup: Setup, fraction: float) -> float:
 def pool_tokens(setup: Setup, fraction: float) -> int:
     """``max_total_num_tokens``. 0 where SGLang would not start."""
     budget = int(pool_gib(setup, fraction) * GIB)
-    return max(0, budget // cell(setup)) // setup.page_size * setup.page_size
+    return max(0, budget // cell(setup)) // setup.page * setup.page
 
 
 def fraction_for(setup: Setup, tokens: int) -> float:
     """The smallest fraction whose pool holds ``tokens``."""
-    pages = -(-tokens // setup.page_size) * setup.page_size
+    pages = -(-tokens // setup.page) * setup.page
     need = pages * cell(setup) / GIB
     return 1 - (setup.free_before_gib - static_gib(setup) - need) / setup.free_before_gib
 
@@ -195,9 +230,14 @@ class Term:
 def slack_terms(setup: Setup) -> Iterator[Term]:
     """What is allocated beside weights and pool, and so must fit what the fraction leaves free."""
     model, context, nodes = setup.model, setup.context_length, setup.nodes
-    rows = (setup.max_running_requests or DEFAULT_REQUESTS) + 1
-    width = context + 4 + (nodes if nodes > 1 else 0)
-    unset = "" if setup.max_running_requests else "; --max-running-requests is not set, so the table has all 2,048 rows"
+    rows = setup.requests + 1
+    extra = 4 + (nodes if nodes > 1 else 0)
+    if nodes > 1 and setup.page > 1:
+        extra = max(extra, 2 * nodes + setup.page - 1)
+    width = context + extra
+    unset = (
+        "" if setup.max_running_requests else f"; --max-running-requests is not set: SGLang makes {setup.requests:,}"
+    )
     yield Term("req_to_token", rows * width * 4 / GIB, f"{rows:,} rows x {width:,} slots x 4 B{unset}")
     requests = setup.graph_requests
     tokens = requests * nodes
@@ -216,7 +256,7 @@ def slack_terms(setup: Setup) -> Iterator[Term]:
         mask = requests * nodes * (context + nodes)
         yield Term("verify mask", mask / GIB, f"{requests} requests x {nodes} x {context + nodes:,} B (FULL_MASK)")
     yield Term("logits", tokens * model.vocab * 4 / GIB, f"{tokens:,} rows x {model.vocab:,} words x 4 B")
-    graphs = requests * 2 * MIB + (MLA_PREFILL_GRAPH if setup.prefill_graph else 0)
+    graphs = requests * 2 * MIB + (MLA_PREFILL_GRAPH if setup.captures_prefill else 0)
     yield Term(
         "graphs", graphs / GIB, "2 MiB a captured request, 1.5 GiB for MLA's prefill graph: SGLang's rule", False
     )
@@ -297,7 +337,7 @@ def _smallest_change(setup: Setup, target: int, missing: float) -> str:
     """The first single change of a flag that makes it fit, from the least felt to the most; else what is missing."""
     tried: list[tuple[str, Setup, int]] = []
     for requests in (64, 32, 16, 8, 4, 2, 1):
-        if requests < (setup.max_running_requests or DEFAULT_REQUESTS):
+        if requests < setup.requests:
             tried.append((f"--max-running-requests {requests}", replace(setup, max_running_requests=requests), target))
     if setup.attention_backend != "mla_verify":
         tried.append(("--attention-backend mla_verify", replace(setup, attention_backend="mla_verify"), target))
@@ -341,7 +381,7 @@ def command(made: Plan) -> list[str]:
     if s.page_size > 1:
         words += ["--page-size", str(s.page_size)]
     if s.cuda_graph_max_bs:
-        words += ["--cuda-graph-max-bs", str(s.cuda_graph_max_bs)]
+        words += ["--cuda-graph-max-bs-decode", str(s.cuda_graph_max_bs)]
     if s.algorithm != "none":
         words += ["--speculative-algorithm", s.algorithm]
         if s.draft_tokens:
