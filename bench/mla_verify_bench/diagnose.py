@@ -210,7 +210,7 @@ def _apportion(
             "launch",
             shares["launch"],
             f"a step takes {a * 1e3:.3g} ms before any context; reading weights explains {fixed * 1e3:.3g} ms at most",
-            "leave --disable-cuda-graph out, raise --cuda-graph-max-bs-decode over the batch, keep overlap scheduling on",
+            "leave --disable-cuda-graph out, raise --cuda-graph-max-bs-decode over the batch, keep overlap on",
         ),
         _accept_cause(shares["accept"], points, deepest, good_accept, easy),
         Cause(
