@@ -233,6 +233,11 @@ def test_report_marks_what_is_not_valid_and_compares(tmp_path):
     first = svg.read_bytes()
     assert report.plot(found, tmp_path) and svg.read_bytes() == first, "the same cells give the same picture"
     assert report.plot([], tmp_path) == []
+    found.append(cell_of("<script>alert(1)</script>", 1000, 9.0))
+    report.plot(found, tmp_path)
+    page = report.html(found, tmp_path).read_text()
+    assert "<svg" in page and "400 x" in page and "is not valid: loop" in page
+    assert "<script" not in page and "&lt;script&gt;" in page, "what a server says is text"
 
 
 def parse(*words):

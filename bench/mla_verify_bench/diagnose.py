@@ -346,7 +346,7 @@ def points_of(found: Sequence[Any]) -> tuple[list[Point], Server]:
         attention_backend=run.server.attention_backend,
         pool_tokens=run.server.pool_tokens,
         flags=tuple(flag.name for c in found for flag in c.flags),
-        **_card(str((run.hardware or {}).get("name", ""))),
+        **_card(str(((run.hardware or {}).get("gpu") or {}).get("name", ""))),
     )
 
 

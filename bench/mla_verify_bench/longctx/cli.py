@@ -403,7 +403,7 @@ def _report(found: Sequence[Cell], folder: Path, console: Console, as_json: bool
     for i, base in enumerate(names):
         for other in names[i + 1 :]:
             report.compare(found, base, other, console)
-    paths = report.plot(found, folder)
+    paths = [*report.plot(found, folder), report.html(found, folder)]
     valid = sum(cell.valid for cell in found)
     written = ", ".join(str(path) for path in (folder / "cells.jsonl", *paths))
     console.print(f"{valid} of {len(found)} cells valid; {written}", markup=False, highlight=False, soft_wrap=True)

@@ -205,7 +205,8 @@ def summary(found: Sequence[Cell]) -> dict[str, Any]:
 
 
 def plot(found: Sequence[Cell], folder: Path, title: str = "") -> list[Path]:
-    """``decode.svg`` and ``decode.png``: ms per verify step and decode tok/s by depth. [] = nothing to draw."""
+    """``decode.svg`` and ``decode.png``: by depth, ms per verify step and decode tok/s, and where they are known the
+    accept length and the K/V bandwidth that a step implies. [] = nothing to draw."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -225,12 +226,17 @@ def plot(found: Sequence[Cell], folder: Path, title: str = "") -> list[Path]:
         "svg.fonttype": "none",
     }  # fmt: skip
     with plt.rc_context(style):
-        figure, axes = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
-        panels = (
-            (axes[0], "ms_per_step", "ms per verify step (lower is better)"),
-            (axes[1], "decode_tok_s", "decode tok/s of one request (higher is better)"),
-        )
-        for axis, field, caption in panels:
+        panels = [
+            ("ms_per_step", "ms per verify step (lower is better)"),
+            ("decode_tok_s", "decode tok/s of one request (higher is better)"),
+            ("accept_length", "accept length, tokens a verify step"),
+            ("kv_read_gb_s", "K/V read in a step, GB/s"),
+        ]
+        if not all(any(getattr(c.figures, field) for c in drawn.values()) for field, _ in panels[2:]):
+            panels = panels[:2]
+        rows = len(panels) // 2
+        figure, axes = plt.subplots(rows, 2, figsize=(11, 4.4 * rows), layout="constrained", squeeze=False)
+        for axis, (field, caption) in zip(axes.flat, panels, strict=True):
             _panel(axis, drawn, field, caption, names, colors)
         figure.suptitle(title or _title(found), fontsize=11, x=0.01, ha="left")
         handles = _legend(drawn, names, colors)
@@ -241,6 +247,29 @@ def plot(found: Sequence[Cell], folder: Path, title: str = "") -> list[Path]:
         figure.savefig(paths[1], dpi=144, metadata={"Software": None})
         plt.close(figure)
     return paths
+
+
+def html(found: Sequence[Cell], folder: Path) -> Path:
+    """``report.html``: tables, comparisons and the picture in one file that loads nothing else.
+
+    What a server said is shown as text: the console escapes it, and so does the picture.
+    """
+    import io
+
+    console = Console(record=True, file=io.StringIO(), width=150)
+    show(found, console)
+    names = labels(found)
+    for i, base in enumerate(names):
+        for other in names[i + 1 :]:
+            compare(found, base, other, console)
+    page = console.export_html(inline_styles=True)
+    svg = folder / "decode.svg"
+    if svg.exists():
+        picture = svg.read_text(encoding="utf-8")
+        page = page.replace("</body>", picture[picture.index("<svg") :] + "\n</body>", 1)
+    path = folder / "report.html"
+    path.write_text(page, encoding="utf-8")
+    return path
 
 
 def _panel(axis: Any, drawn: dict, field: str, caption: str, names: Sequence[str], colors: dict[str, str]) -> None:
@@ -283,7 +312,7 @@ def _panel(axis: Any, drawn: dict, field: str, caption: str, names: Sequence[str
     axis.yaxis.set_minor_formatter(NullFormatter())
     axis.grid(axis="y", color="#d0d7de", linewidth=0.6, zorder=0)
     axis.margins(x=0.12, y=0.12)
-    if len(names) == 2:
+    if len(names) == 2 and field in ("ms_per_step", "decode_tok_s"):
         _gap(axis, lines, names, field)
 
 
