@@ -2,9 +2,9 @@
 // mbarriers (cp.async before sm_90).
 //
 // partial_R (R = 16, 32, 64): one block takes R query rows (a row is node * heads + head) of one request against one
-//   piece of its prefix, or, as piece 0, against the nodes of its draft tree. 8 warps and at most 97,824 B of shared
-//   memory: one source fits the 101,376 B that sm_120 gives a block. Tiles of 16 tokens pass through a ring of four: one
-//   gives V to the products of the tile before, one is worked on, two are on their way.
+//   piece of its prefix, or, as piece 0, against the nodes of its draft tree. 8 warps and at most 99,904 B of shared
+//   memory: one source fits the 101,376 B that sm_120 gives a block. Tiles of 16 tokens pass through a ring of four (of
+//   eight, for e4m3): one gives V to the products of the tile before, one is worked on, the others are on their way.
 //     S = Q K^T   Q lives in registers as MMA fragments. Four groups of warps own 144 of the 576 columns each; the two
 //                 warps of a group share out the rows (R = 64) or the tokens. The groups' sums meet in shared memory.
 //     softmax     online; runs beside the P V of the tile before and the Q K^T of the tile after.
