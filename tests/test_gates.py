@@ -27,7 +27,8 @@ def command(answer, **fields):
     return {"run": {"command": ["{python}", "phases/toy/command.py", json.dumps(answer)]}, **fields}
 
 
-def test_pass_fail_skip(tmp_path):
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_pass_fail_skip(tmp_path, jobs):
     root = toy.checkout(
         tmp_path,
         toy.gate("exact"),
@@ -35,6 +36,7 @@ def test_pass_fail_skip(tmp_path):
         toy.gate("skips", "test_skips"),
         toy.gate("xfails", "test_xfails"),
         toy.gate("partly", "test_partly_skipped"),
+        toy.gate("figures", "test_figure"),
         toy.gate("environ", run={"test": "phases/toy/test_toy.py::test_environ", "environ": {"TOY": "1"}}),
         toy.gate("absent-test", "test_of_next_year"),
         toy.gate("absent-file", run={"test": "phases/toy/test_other.py::test_x"}),
@@ -42,10 +44,11 @@ def test_pass_fail_skip(tmp_path):
         toy.gate("on-gpu", needs=["sm_120"]),
         toy.gate("elsewhere", env="sglang-9.9"),
     )
-    results, record = run(root)
+    results, record = run(root, jobs=jobs)
     assert {id: r.status for id, r in results.items()} == {
-        "exact": "PASS", "fails": "FAIL", "xfails": "FAIL", "environ": "PASS",
+        "exact": "PASS", "fails": "FAIL", "xfails": "FAIL", "figures": "PASS", "environ": "PASS",
     }  # fmt: skip
+    assert sorted(results["figures"].samples) == ["ours[3]", "ours[4]", "ours[5]"]
     assert "arithmetic" in results["fails"].reason and "xfail" in results["xfails"].reason
     not_run = record.not_run
     assert "no such device" in not_run["skips"] and not_run["partly"].startswith("1 of 2 cases skipped")
@@ -204,10 +207,11 @@ def test_a_hanging_test_fails(tmp_path):
     assert failed.status == "FAIL" and "ran past its 3 s" in failed.reason
 
 
-def test_an_interrupted_run_keeps_what_finished(tmp_path):
-    root = toy.checkout(tmp_path, toy.gate("exact"), toy.gate("slow", "test_slow"), toy.gate("never", "test_no_figure"))
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_an_interrupted_run_keeps_what_finished(tmp_path, jobs):
+    root = toy.checkout(tmp_path, toy.gate("exact"), toy.gate("slow", "test_slow"))
     process = subprocess.Popen(
-        [sys.executable, "-m", "mla_verify_bench.cli", "gates", "run", "toy", "--root", str(root)],
+        [sys.executable, "-m", "mla_verify_bench.cli", "gates", "run", "toy", "--root", str(root), "--jobs", jobs],
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     seen = []
@@ -250,6 +254,7 @@ def test_the_command_line(tmp_path, capsys):
     [
         (["gates", "run", "toys"], "phase is 'toys'; expected one of toy"),
         (["gates", "run", "toy", "--only", "x"], "--only is 'x'"),
+        (["gates", "run", "toy", "--jobs", "0"], "--jobs is 0"),
         (["gates", "run", "toy", "--python", "main"], "--python is 'main'; expected ENV=PATH"),
         (["gates", "run", "toy", "--python", "main=/nowhere/python"], "can't be executed"),
     ],

@@ -89,6 +89,13 @@ def _gates_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="run this gate alone; may be repeated. A ratio or bound brings the exactness gates that it needs along",
     )
+    parser.add_argument(
+        "--jobs",
+        metavar="N",
+        type=int,
+        default=1,
+        help="run up to N tests at once (pytest-xdist) where nothing is timed and no engine runs (default: 1)",
+    )
     parser.add_argument("--strict", action="store_true", help="also fail on what is STALE or NOT MEASURED afterwards")
     parser.add_argument("--json", action="store_true", help="print the record's outcome as JSON on stdout")
     parser.add_argument(
@@ -137,10 +144,12 @@ def _run_gates(args: argparse.Namespace) -> int:
         if not equals or not path:
             raise UsageError(f"--python is {given!r}; expected ENV=PATH, e.g. sglang-0.5.17=/path/to/python")
         pythons[env] = os.path.abspath(path)
+    if not 1 <= args.jobs <= 256:
+        raise UsageError(f"--jobs is {args.jobs}; expected 1 to 256, e.g. the number of cores")
     console = Console(stderr=True)
     phase = gates.find_phase(gates.load_phases(root), args.phase)
     records.read_all(results)  # a record that can't be read is said before an hour of gates, not after it
-    runner = gates.Runner(root, phase, only=args.only, pythons=pythons, console=console)
+    runner = gates.Runner(root, phase, only=args.only, pythons=pythons, jobs=args.jobs, console=console)
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # whoever ends us, the finished gates are kept
     record = runner.run()
     written = records.write(record, results) if record.results else None

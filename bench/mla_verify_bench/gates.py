@@ -306,9 +306,10 @@ class Runner:
         *,
         only: Sequence[str] = (),
         pythons: Mapping[str, str] | None = None,
+        jobs: int = 1,
         console: Console | None = None,
     ) -> None:
-        self.root, self.phase = root, phase
+        self.root, self.phase, self._jobs = root, phase, jobs
         self.console = console or Console(stderr=True)
         self.results: dict[str, GateResult] = {}
         self.not_run: dict[str, str] = {}
@@ -348,8 +349,9 @@ class Runner:
         files, digests = self._digest_files()
         ready = self._ready(hardware.classes)
         try:
-            for kinds in (("exact", "static"), ("ratio", "bound")):
-                self._run_kinds([gate for gate in ready if gate.kind in kinds], digests)
+            # Nothing runs beside what is timed.
+            for kinds, jobs in ((("exact", "static"), self._jobs), (("ratio", "bound"), 1)):
+                self._run_kinds([gate for gate in ready if gate.kind in kinds], digests, jobs)
         except KeyboardInterrupt:
             interrupted = True
             self._say("[yellow]interrupted[/]: keeping the gates that had finished")
@@ -398,7 +400,7 @@ class Runner:
                 ready.append(gate)
         return ready
 
-    def _run_kinds(self, gates: list[Gate], digests: dict[str, str]) -> None:
+    def _run_kinds(self, gates: list[Gate], digests: dict[str, str], jobs: int) -> None:
         tests: dict[tuple, list[Gate]] = {}
         commands: dict[tuple, list[Gate]] = {}
         for gate in gates:
@@ -408,7 +410,8 @@ class Runner:
             else:
                 commands.setdefault((*key, tuple(gate.run.command or ())), []).append(gate)
         for (env, environ), group in tests.items():
-            self._run_tests(env, dict(environ), group, digests)
+            # Other environments than main run engines, which are too large for company.
+            self._run_tests(env, dict(environ), group, digests, jobs if env == "main" else 1)
         for (env, environ, command), group in commands.items():
             self._run_command(env, dict(environ), list(command), group, digests)
 
@@ -430,14 +433,17 @@ class Runner:
         """Paths of this machine that have no place in a record."""
         return [(str(self.root), "."), (str(self._logs), "…"), (str(Path.home()), "~")]
 
-    def _run_tests(self, env: str, environ: dict[str, str], gates: list[Gate], digests: dict[str, str]) -> None:
-        """All tests of one interpreter in one pytest process; each gate is judged as soon as its tests have ended."""
+    def _run_tests(
+        self, env: str, environ: dict[str, str], gates: list[Gate], digests: dict[str, str], jobs: int
+    ) -> None:
+        """All tests of one interpreter in one pytest run; each gate is judged as soon as its tests have ended."""
         python = self._python(env)
         name = f"pytest-{env}-{len(list(self._logs.iterdir()))}"
         report, log = self._logs / f"{name}.jsonl", self._logs / f"{name}.log"
         report.touch()
         nodes = list(dict.fromkeys(gate.run.test or "" for gate in gates))
-        command = [python, "-m", "mla_verify_bench.pytest_plugin", str(report), *nodes]
+        workers = ["-n", str(jobs)] if jobs > 1 else []
+        command = [python, "-m", "mla_verify_bench.pytest_plugin", str(report), *workers, *nodes]
         waiting = list(gates)
         events = _Events(report)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -41,11 +41,13 @@ class GateMetrics(dict[str, float]):
 
 
 @pytest.fixture
-def gate_metrics(request: pytest.FixtureRequest) -> GateMetrics:
+def gate_metrics(request: pytest.FixtureRequest) -> Iterator[GateMetrics]:
     """A dict for the figures of this test; they go into the record of the gate that the test serves."""
     metrics = GateMetrics()
-    request.node.user_properties.append((_KEY, metrics))
-    return metrics
+    yield metrics
+    # plain dicts: with pytest-xdist a report comes from another process
+    told = {"metrics": dict(metrics), "samples": metrics.all_samples, "ratios": metrics.all_ratios}
+    request.node.user_properties.append((_KEY, told))
 
 
 class Reporter:
@@ -65,6 +67,10 @@ class Reporter:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._write("collected", nodes=[item.nodeid for item in session.items])
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
+        self._write("collected", nodes=list(ids))  # each worker collects the same
+
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._open[nodeid] = {"outcome": "passed", "reason": "", "seconds": 0.0}
         self._write("start", node=nodeid)
@@ -81,10 +87,9 @@ class Reporter:
         elif report.skipped and test["outcome"] == "passed":
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
             test.update(outcome="skipped", reason=reason[:_REASON_LIMIT])
-        for key, metrics in report.user_properties:
+        for key, told in report.user_properties:
             if key == _KEY:
-                test["metrics"] = dict(metrics)
-                test["samples"], test["ratios"] = metrics.all_samples, metrics.all_ratios
+                test.update(told)
         if report.when == "teardown":
             self._write("end", node=report.nodeid, **self._open.pop(report.nodeid))
 
@@ -94,12 +99,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if path := config.getoption("--gate-report"):
+    path = config.getoption("--gate-report")
+    if path and not hasattr(config, "workerinput"):  # a worker of pytest-xdist reports to the process that started it
         config.pluginmanager.register(Reporter(path), "mla_verify_gate_reporter")
 
 
 def main(argv: list[str]) -> int:
-    """Run pytest on the nodes, with this plugin whether or not mla-verify is installed in this interpreter."""
+    """Run pytest on nodes (and options), with this plugin whether or not mla-verify is installed here."""
     report, *nodes = argv
     installed = importlib.metadata.entry_points(group="pytest11", name="mla_verify_gates")
     plugin = [] if installed else ["-p", "mla_verify_bench.pytest_plugin"]

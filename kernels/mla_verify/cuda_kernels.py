@@ -23,6 +23,7 @@ LATENT = 512
 LOG2_E = 1.4426950408889634
 BLOCK_ROWS = (16, 32, 64)  # query rows of a block: the fewest that hold a request's, for bits do not depend on it
 THREADS = 256
+MERGE_SLICES = 8  # blocks that join a row's partial results, 64 columns each
 MOST_PIECES = 512  # room for the weights of a row's partial results in merge
 WORKSPACE_BYTES = 1 << 28  # partial results of one launch; larger batches take several launches
 SOURCE = Path(__file__).with_name("verify.cu")
@@ -45,16 +46,22 @@ class Variant:
     index: torch.dtype  # slot ids: int32 or int64
 
     def shared_bytes(self, rows: int) -> int:
+        """What a block of partial_rows asks for: its own struct, or that of the tree, which is always 16 rows."""
+        return max(self.struct_bytes(rows), self.struct_bytes(16))
+
+    def struct_bytes(self, rows: int) -> int:
         """sizeof(Shared<rows>) in verify.cu, which asserts it."""
-        stages, row = (8, 576) if self.kv == torch.float8_e4m3fn else (4, 1152)
-        return stages * (16 * (row + 16) + 8) + 376 * rows
+        narrow = self.kv == torch.float8_e4m3fn
+        stages = (10 if rows == 16 else 7) if narrow else (5 if rows == 16 else 4)
+        return stages * (16 * (592 if narrow else 1168) + 8) + 376 * rows + 8 + (2048 if rows == 64 else 8)
 
     def macros(self) -> list[tuple[str, str]]:
         return [
             ("USE_BF16", str(int(self.q == torch.bfloat16))),
             ("KV_E4M3", str(int(self.kv == torch.float8_e4m3fn))),
             ("INDEX_TYPE", "int" if self.index == torch.int32 else "long long"),
-            ("SHARED_BYTES_64", str(self.shared_bytes(64))),
+            ("SHARED_BYTES_64", str(self.struct_bytes(64))),
+            ("SHARED_BYTES_16", str(self.struct_bytes(16))),
         ]
 
 
@@ -188,14 +195,14 @@ def plan(
                 f(sm_scale * kv_scale * LOG2_E), i(r), i(b), i(heads), i(max_rows), i(splits), i(tree.words.shape[1]),
                 i(rule.max_splits), i(rule.min_split),
             )  # fmt: skip
-            grid = (count, splits + 1, requests)
+            grid = (count, block_rows // 16 + splits, requests)  # a tree takes a block for every 16 rows
             launches.append(Launch(f"partial_{block_rows}", grid, THREADS, variant.shared_bytes(block_rows), partial))
             merge = (
                 part_out, part_lse, slots.lens, tree.node_starts, out, lse, f(kv_scale), i(r), i(b * block_rows),
                 i(heads), i(max_rows), i(splits), i(rule.max_splits), i(rule.min_split),
             )  # fmt: skip
             merged = min(count * block_rows, tree.max_nodes * heads - b * block_rows)
-            launches.append(Launch("merge", (merged, requests, 1), 512, 0, merge))
+            launches.append(Launch("merge", (merged, requests, MERGE_SLICES), 256, 0, merge))
     return out, lse, launches
 
 

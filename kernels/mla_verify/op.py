@@ -62,9 +62,8 @@ def _why_not_triton(device: torch.device) -> str:
 def choose(device: torch.device | str, q_dtype: torch.dtype | None = None, kv_dtype: torch.dtype | None = None) -> str:
     """The implementation that ``impl=None`` means: $MLA_VERIFY_IMPL, else the fastest that runs on ``device``.
 
-    The CUDA kernel takes bf16 or fp16 queries, and K/V of the same dtype or e4m3. Its first version was the fastest
-    wherever Triton has no wgmma to use: on one H200 with Triton held to sm_120's tiles, 0.37 against 0.70 ms at H = 8,
-    N = 16, L = 185,000; on sm_90 and 100 Triton's own tiles won (0.26 ms), from about 64 rows up.
+    The CUDA kernel takes bf16 or fp16 queries, and K/V of the same dtype or e4m3. Where it can run it is the fastest at
+    the shapes of a verify step (plans/0002).
     """
     wanted = os.environ.get("MLA_VERIFY_IMPL", "auto")
     if wanted not in ("auto", ""):
@@ -72,12 +71,10 @@ def choose(device: torch.device | str, q_dtype: torch.dtype | None = None, kv_dt
     device = torch.device(device)
     if device.type != "cuda":
         return "reference"
-    capability = torch.cuda.get_device_capability(device)
-    wide = capability[0] in (9, 10) and not _why_not_triton(device)
-    if not wide and not _why_not_cuda(device):
+    if not _why_not_cuda(device):
         from .cuda_kernels import unsupported
 
-        if q_dtype is None or not unsupported(q_dtype, kv_dtype, capability):
+        if q_dtype is None or not unsupported(q_dtype, kv_dtype, torch.cuda.get_device_capability(device)):
             return "cuda"
     return "reference" if _why_not_triton(device) else "triton"
 

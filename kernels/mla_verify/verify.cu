@@ -2,19 +2,21 @@
 // mbarriers (cp.async before sm_90).
 //
 // partial_R (R = 16, 32, 64): one block takes R query rows (a row is node * heads + head) of one request against one
-//   piece of its prefix, or, as piece 0, against the nodes of its draft tree. 8 warps and at most 99,904 B of shared
-//   memory: one source fits the 101,376 B that sm_120 gives a block. Tiles of 16 tokens pass through a ring of four (of
-//   eight, for e4m3): one gives V to the products of the tile before, one is worked on, the others are on their way.
+//   piece of its prefix; blocks of 16 rows take the nodes of its draft tree. 8 warps and at most 99,904 B of shared memory:
+//   one source fits the 101,376 B that sm_120 gives a block. Tiles of 16 tokens pass through a ring of four (of seven, for
+//   e4m3; more where there are 16 rows): one gives V to the products of the tile before, one is worked on, the others are
+//   on their way.
 //     S = Q K^T   Q lives in registers as MMA fragments. Four groups of warps own 144 of the 576 columns each; the two
 //                 warps of a group share out the rows (R = 64) or the tokens. The groups' sums meet in shared memory.
-//     softmax     online; runs beside the P V of the tile before and the Q K^T of the tile after.
+//     softmax     online, a quarter of it beside each quarter of P V.
 //     O += P V    warp w owns columns 64 w of the 512. V is the K tile itself, read through ldmatrix.trans.
-//   Between two tiles all warps meet twice, back to back: scores are there, scores are read. Everything else is free.
+//   Every fragment is fetched one product ahead. Between two tiles all warps meet twice, back to back: scores are there,
+//   scores are read. Everything else is free.
 //   K rows are 1,152 B (576 B of e4m3) from any slot, a bulk copy each; a row's stride in shared memory is 16 B more, which
 //   keeps ldmatrix free of bank conflicts.
 // e4m3 K/V become fp16 in registers, exactly, and so does P; Q becomes fp16 times a power of two of its row and column
 //   group, which is exact but for what is 2^37 times smaller than the largest.
-// merge: joins a row's partial results in the order of their index.
+// merge: joins a row's partial results; which are added to which depends on their number alone.
 //
 // Bits: a row's sums are taken in the same order whatever R is, and tile shapes never depend on the batch or the tree; a
 // piece depends on nothing but the request's own prefix. Tree nodes are summed one by one in float32: a hidden node adds
@@ -81,7 +83,7 @@ __device__ __forceinline__ void barrier_init(u64* b) {
   asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(b)) : "memory");
 }
 __device__ __forceinline__ void barrier_init_done() {
-  asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async;" ::: "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 __device__ __forceinline__ void barrier_expect(u64* b, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
@@ -90,8 +92,11 @@ __device__ __forceinline__ void barrier_wait(u64* b, u32 phase) {
   asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}"
                ::"r"(shared_address(b)), "r"(phase) : "memory");
 }
+// A warp brings the same arguments and one of its lanes copies. The compiler then knows that the operands, which the
+// instruction takes from uniform registers, are one warp's: otherwise it walks over the lanes.
 __device__ __forceinline__ void copy_bulk(void* to, const void* from, u32 bytes, u64* b) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\n"
+               "@p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n}"
                ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)) : "memory");
 }
 #endif
@@ -121,27 +126,32 @@ __device__ __forceinline__ float2 pair(u32 x) {
   return make_float2(widen(y[0]), widen(y[1]));
 }
 
-constexpr int KEYS = 16, STAGES = 8 / sizeof(KV), DIM = 576, LATENT = 512, THREADS = 256;
-constexpr int AHEAD = STAGES - 2;  // tiles on their way while one is worked on and one is V
+constexpr int KEYS = 16, DIM = 576, LATENT = 512, THREADS = 256;
 constexpr int CHUNK = 16 / sizeof(KV), ROW_CHUNKS = DIM / CHUNK;  // 16 B: elements of one, and how many a row has
 constexpr int K_STRIDE = DIM + CHUNK;  // elements
 constexpr int P_STRIDE = KEYS + 8;
-constexpr int TREE_STRIDE = 132;  // scores of a tree, where the second K tile and those behind it would lie
+constexpr int MAX_NODES = 128, TREE_TILES = 2;  // tiles of a tree's nodes in the ring; its exponentials lie behind them
 constexpr int GROUPS = 4, GROUP_COLUMNS = DIM / GROUPS, GROUP_STEPS = GROUP_COLUMNS / 16;
 #define NEG_INF __int_as_float(0xff800000)
 
 template <int ROWS>
 struct Shared {
+  static constexpr int STAGES = ROWS == 16 ? 10 / sizeof(KV) : sizeof(KV) == 1 ? 7 : 4;
+  static constexpr int AHEAD = STAGES - 2;  // tiles on their way while one is worked on and one is V
   KV k[STAGES][KEYS][K_STRIDE];
   float s[GROUPS][ROWS][KEYS];  // chunks of 4 tokens, swizzled: see chunk()
   T p[2][ROWS][P_STRIDE];
   float row[2][ROWS];
   float q_scale[GROUPS][ROWS];  // e4m3 only: what Q was divided by
   u64 full[STAGES];
+  // What the loop of 64 rows has no registers for.
+  const Index* own;                             // the piece's slots
+  float total[ROWS == 64 ? THREADS : 1][2];  // each thread's sums of exponentials
 };
 static_assert(sizeof(Shared<64>) <= 101376, "sm_120 gives a block 101,376 B");
-static_assert(sizeof(Shared<64>) == SHARED_BYTES_64, "Variant.shared_bytes in cuda_kernels.py differs");
-static_assert(sizeof(float) * 64 * TREE_STRIDE <= sizeof(KV) * (STAGES - 1) * KEYS * K_STRIDE, "a tree's scores fit the ring");
+static_assert(sizeof(Shared<16>) <= 101376, "sm_120 gives a block 101,376 B");
+static_assert(sizeof(Shared<64>) == SHARED_BYTES_64 && sizeof(Shared<16>) == SHARED_BYTES_16, "Variant.struct_bytes in cuda_kernels.py differs");
+static_assert(MAX_NODES * 21 * sizeof(float) <= sizeof(KV) * (Shared<16>::STAGES - TREE_TILES) * KEYS * K_STRIDE, "a tree fits the ring");
 
 // Which warp does what in S = Q K^T: 32 rows (16 where there are no more) x 16 tokens at R = 64, x 8 tokens below.
 template <int ROWS>
@@ -149,6 +159,12 @@ struct Part {
   static constexpr int MS = ROWS == 16 ? 1 : 2;   // 16-row steps of a warp
   static constexpr int NS = ROWS == 64 ? 2 : 1;   // 8-token steps of a warp
 };
+
+// The same number, of which the compiler does not know where it comes from.
+__device__ __forceinline__ int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
 
 // Where the 4 tokens of chunk c of a row lie: stores of 8 rows x 2 tokens a thread then hit every bank once.
 __device__ __forceinline__ int chunk(int row, int c) { return (c ^ (row & 2)) * 4; }
@@ -159,42 +175,65 @@ __device__ __forceinline__ int piece_tokens(int prefix, int max_splits, int min_
   return each > min_split ? each : min_split;
 }
 
-// Warp w brings rows 2 w and 2 w + 1 of a tile. Their slots, in lanes 0 and 1: of a token past the end, the last one's
-// again. Its score is masked, and 0 times what a real row holds is 0; what else lay there might be NaN.
-__device__ __forceinline__ Index slot_of(const Index* own, int tile, int tokens, int warp, int lane) {
-  return own[min(tile * KEYS + warp * 2 + (lane & 1), tokens - 1)];
+// Warp w brings rows 2 w and 2 w + 1 of a tile. Of a token past the end, the last one's again: its score is masked, and 0
+// times what a real row holds is 0; what else lay there might be NaN.
+struct Pair {
+  int a, b;
+};
+__device__ __forceinline__ Pair slots_of(const Index* own, int token, int last) {
+  constexpr int WORDS = sizeof(Index) / 4;  // a pool has fewer than 2^31 slots: the low half says it all
+  const int* low = reinterpret_cast<const int*>(own);
+  return {low[min(token, last) * WORDS], low[min(token + 1, last) * WORDS]};
 }
 // By cp.async.
-__device__ __forceinline__ void load_tile(KV (*tile)[K_STRIDE], const KV* kv, Index slot, int warp, int lane) {
-  const KV* a = kv + (i64)__shfl_sync(~0u, slot, 0) * DIM;
-  const KV* b = kv + (i64)__shfl_sync(~0u, slot, 1) * DIM - DIM;
+__device__ __forceinline__ void load_tile(KV (*tile)[K_STRIDE], const KV* kv, Pair slots, int warp, int lane) {
+  const KV* a = kv + (i64)slots.a * DIM;
+  const KV* b = kv + (i64)slots.b * DIM - DIM;
 #pragma unroll
   for (int c = lane; c < 2 * ROW_CHUNKS; c += 32)
     copy16(tile[warp * 2] + c * CHUNK + (c < ROW_CHUNKS ? 0 : K_STRIDE - DIM), (c < ROW_CHUNKS ? a : b) + c * CHUNK);
 }
 #if BULK
 // By one bulk copy a row.
-__device__ __forceinline__ void load_tile_bulk(KV (*tile)[K_STRIDE], u64* full, const KV* kv, Index slot, int warp, int lane) {
+__device__ __forceinline__ void load_tile_bulk(KV (*tile)[K_STRIDE], u64* full, const KV* kv, Pair slots, int warp, int lane) {
   if (warp == 0 && lane == 0) barrier_expect(full, KEYS * DIM * (u32)sizeof(KV));
-  if (lane < 2) copy_bulk(tile[warp * 2 + lane], kv + (i64)slot * DIM, DIM * sizeof(KV), full);
+  copy_bulk(tile[warp * 2], kv + (i64)slots.a * DIM, DIM * sizeof(KV), full);
+  copy_bulk(tile[warp * 2 + 1], kv + (i64)slots.b * DIM, DIM * sizeof(KV), full);
 }
 #endif
 
-// This warp's part of S for the tile, summed over its 144 columns, to shared memory.
+// S = Q K^T for a tile: this warp's part of it, summed over its 144 columns, to shared memory. The next fragment of K is
+// always on its way.
 template <int ROWS>
-__device__ __forceinline__ void scores(Shared<ROWS>& sh, const KV (*tile)[K_STRIDE], const u32 (&q)[Part<ROWS>::MS][GROUP_STEPS][4], int warp, int lane) {
-  constexpr int MS = Part<ROWS>::MS, NS = Part<ROWS>::NS;
-  const int g = warp >> 1, half = warp & 1;
-  const int first_row = ROWS == 64 ? half * 32 : 0, first_token = ROWS == 64 ? 0 : half * 8;
-  float s[MS][NS][4] = {};
+struct Keys {
   // An ldmatrix brings four 8 x 16 B blocks: 8 tokens x a k-step of e4m3, or x half a k-step of the wider types.
-  constexpr int PARTS = sizeof(KV) == 1 ? 1 : 2, STEPS = 4 / PARTS / NS;
+  static constexpr int PARTS = sizeof(KV) == 1 ? 1 : 2, STEPS = 4 / PARTS / Part<ROWS>::NS;
+  static constexpr int LOADS = (GROUP_STEPS + STEPS - 1) / STEPS;
+  u32 b[2][4];
+};
+template <int ROWS>
+__device__ __forceinline__ int keys_offset(int warp, int lane) {
+  constexpr int PARTS = Keys<ROWS>::PARTS, NS = Part<ROWS>::NS;
   const int block = lane >> 3, part = block % PARTS, n_of = block / PARTS % NS, step_of = block / PARTS / NS;
-  const KV* from = &tile[first_token + n_of * 8 + (lane & 7)][g * GROUP_COLUMNS + step_of * 16 + part * 8];
+  const int first_token = ROWS == 64 ? 0 : (warp & 1) * 8;
+  return (first_token + n_of * 8 + (lane & 7)) * K_STRIDE + (warp >> 1) * GROUP_COLUMNS + step_of * 16 + part * 8;
+}
+template <int ROWS>
+struct Sums {
+  float s[Part<ROWS>::MS][Part<ROWS>::NS][4];
+};
+template <int ROWS>
+__device__ __forceinline__ void score_steps(Sums<ROWS>& sums, Keys<ROWS>& k, const KV* from, const u32 (&q)[Part<ROWS>::MS][GROUP_STEPS][4], int begin, int end, int lane) {
+  constexpr int MS = Part<ROWS>::MS, NS = Part<ROWS>::NS, STEPS = Keys<ROWS>::STEPS;
 #pragma unroll
-  for (int step = 0; step < GROUP_STEPS; step += STEPS) {
-    u32 b[4];
-    ldmatrix(b, from + step * 16);  // the last may reach past the group's columns, even past the row: nothing takes that
+  for (int load = begin; load < end; ++load) {
+    const int step = load * STEPS;
+    if (step + STEPS < GROUP_STEPS) {
+      // Where the last has fewer steps to bring than it could, it brings the first of them again.
+      const int over = step + 2 * STEPS > GROUP_STEPS ? lane / 8 / Keys<ROWS>::PARTS / NS * 16 : 0;
+      ldmatrix(k.b[(load + 1) & 1], from + (step + STEPS) * 16 - over);
+    }
+    const u32(&b)[4] = k.b[load & 1];
 #pragma unroll
     for (int ahead = 0; ahead < STEPS; ++ahead) {
       if (step + ahead >= GROUP_STEPS) continue;
@@ -206,19 +245,31 @@ __device__ __forceinline__ void scores(Shared<ROWS>& sh, const KV (*tile)[K_STRI
         const u32 b0 = b[(ahead * NS + n) * 2], b1 = b[(ahead * NS + n) * 2 + 1];
 #endif
 #pragma unroll
-        for (int m = 0; m < MS; ++m) mma(s[m][n], q[m][step + ahead], b0, b1);
+        for (int m = 0; m < MS; ++m) mma(sums.s[m][n], q[m][step + ahead], b0, b1);
       }
     }
   }
+}
+template <int ROWS>
+__device__ __forceinline__ void store_scores(Shared<ROWS>& sh, const Sums<ROWS>& sums, int warp, int lane) {
+  const int first_row = ROWS == 64 ? (warp & 1) * 32 : 0, first_token = ROWS == 64 ? 0 : (warp & 1) * 8;
 #pragma unroll
-  for (int m = 0; m < MS; ++m)
+  for (int m = 0; m < Part<ROWS>::MS; ++m)
 #pragma unroll
-    for (int n = 0; n < NS; ++n) {
+    for (int n = 0; n < Part<ROWS>::NS; ++n) {
       const int row = first_row + m * 16 + (lane >> 2), token = first_token + n * 8 + (lane & 3) * 2;
-      float* to = &sh.s[g][row][chunk(row, token >> 2) + (token & 2)];
-      *reinterpret_cast<float2*>(to) = make_float2(s[m][n][0], s[m][n][1]);
-      *reinterpret_cast<float2*>(to + 8 * KEYS) = make_float2(s[m][n][2], s[m][n][3]);
+      float* to = &sh.s[warp >> 1][row][chunk(row, token >> 2) + (token & 2)];
+      *reinterpret_cast<float2*>(to) = make_float2(sums.s[m][n][0], sums.s[m][n][1]);
+      *reinterpret_cast<float2*>(to + 8 * KEYS) = make_float2(sums.s[m][n][2], sums.s[m][n][3]);
     }
+}
+template <int ROWS>
+__device__ __forceinline__ void scores(Shared<ROWS>& sh, const KV* from, const u32 (&q)[Part<ROWS>::MS][GROUP_STEPS][4], int warp, int lane) {
+  Keys<ROWS> keys;
+  Sums<ROWS> sums = {};
+  ldmatrix(keys.b[0], from);
+  score_steps<ROWS>(sums, keys, from, q, 0, Keys<ROWS>::LOADS, lane);
+  store_scores<ROWS>(sh, sums, warp, lane);
 }
 
 // A row's softmax is the work of 8 threads of two tokens each, or of 4 threads of two such pairs.
@@ -249,16 +300,9 @@ __device__ __forceinline__ void whole_scores(float (&x)[Lane<ROWS>::PAIRS * 2], 
   for (int j = 0; j < N; ++j) x[j] *= scale;
 }
 
-template <int ROWS>
-__device__ __forceinline__ float row_max(float x) {
-#pragma unroll
-  for (int d = 1; d < Lane<ROWS>::EACH; d <<= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, d));
-  return x;
-}
-
 // The pairs' sums in one fixed order: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)).
 template <int ROWS>
-__device__ __forceinline__ float row_sum(const float (&pair)[Lane<ROWS>::PAIRS]) {
+__device__ __forceinline__ float row_sum(const float* pair) {
   float x = pair[0];
   if (Lane<ROWS>::PAIRS == 2) x += pair[Lane<ROWS>::PAIRS - 1];
 #pragma unroll
@@ -266,47 +310,52 @@ __device__ __forceinline__ float row_sum(const float (&pair)[Lane<ROWS>::PAIRS])
   return x;
 }
 
-// acc (all rows x this warp's 64 columns) = acc * shrink + P V for one tile.
+// acc (all rows x this warp's 64 columns) = acc * shrink + P V for a tile, a quarter of the columns at a time. P and the
+// first fragment of V are fetched before, the next fragment is always on its way.
 template <int ROWS>
-__device__ __forceinline__ void accumulate(const Shared<ROWS>& sh, float (&acc)[ROWS / 16][8][4], const KV (*tile)[K_STRIDE], int parity, bool shrink, int warp, int lane) {
-  if (shrink) {
+struct Values {
+  u32 p[ROWS / 16][4], v[2][4];
+};
+template <int ROWS>
+__device__ __forceinline__ void first_values(Values<ROWS>& f, const Shared<ROWS>& sh, const KV* from, int parity, int lane) {
 #pragma unroll
-    for (int m = 0; m < ROWS / 16; ++m) {
-      const float a = sh.row[parity][m * 16 + (lane >> 2)], b = sh.row[parity][m * 16 + 8 + (lane >> 2)];
+  for (int m = 0; m < ROWS / 16; ++m) ldmatrix(f.p[m], &sh.p[parity][m * 16 + (lane & 15)][(lane >> 4) * 8]);
+  ldmatrix_trans(f.v[0], from);
+}
+template <int ROWS>
+__device__ __forceinline__ void shrink_all(const Shared<ROWS>& sh, float (&acc)[ROWS / 16][8][4], int parity, int lane) {
 #pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        acc[m][n][0] *= a; acc[m][n][1] *= a; acc[m][n][2] *= b; acc[m][n][3] *= b;
-      }
+  for (int m = 0; m < ROWS / 16; ++m) {
+    const float a = sh.row[parity][m * 16 + (lane >> 2)], b = sh.row[parity][m * 16 + 8 + (lane >> 2)];
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      acc[m][n][0] *= a; acc[m][n][1] *= a; acc[m][n][2] *= b; acc[m][n][3] *= b;
     }
   }
-  u32 p[ROWS / 16][4];
-#pragma unroll
-  for (int m = 0; m < ROWS / 16; ++m) ldmatrix(p[m], &sh.p[parity][m * 16 + (lane & 15)][(lane >> 4) * 8]);
-  // A block of V is 8 tokens x 16 B; of e4m3 that is twice as many columns, the even ones in one product, the odd in another.
-  const KV* from = &tile[lane & 15][warp * 64 + (lane >> 4) * CHUNK];
-#pragma unroll
-  for (int n = 0; n < 8; n += sizeof(KV) == 1 ? 4 : 2) {
-    u32 v[4];
-    ldmatrix_trans(v, from + n * 8);
+}
+template <int ROWS>
+__device__ __forceinline__ void accumulate(Values<ROWS>& f, float (&acc)[ROWS / 16][8][4], const KV* from, int quarter) {
+  const int n = quarter * 2;
 #if KV_E4M3
+  // A block is 8 tokens x 16 B: twice as many columns, the even ones in one product, the odd in another.
+  if (quarter == 0) ldmatrix_trans(f.v[1], from + 32);
+  const u32(&v)[4] = f.v[quarter >> 1];
+  const int c = quarter & 1;
+  const u32 first = __byte_perm(v[c * 2], 0, 0x3120), second = __byte_perm(v[c * 2 + 1], 0, 0x3120);
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const u32 first = __byte_perm(v[c * 2], 0, 0x3120), second = __byte_perm(v[c * 2 + 1], 0, 0x3120);
+  for (int odd = 0; odd < 2; ++odd) {
+    const u32 b0 = widen_e4m3(first, odd), b1 = widen_e4m3(second, odd);
 #pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        const u32 b0 = widen_e4m3(first, odd), b1 = widen_e4m3(second, odd);
-#pragma unroll
-        for (int m = 0; m < ROWS / 16; ++m) mma(acc[m][n + c * 2 + odd], p[m], b0, b1);
-      }
-    }
-#else
-#pragma unroll
-    for (int m = 0; m < ROWS / 16; ++m) {
-      mma(acc[m][n], p[m], v[0], v[1]);
-      mma(acc[m][n + 1], p[m], v[2], v[3]);
-    }
-#endif
+    for (int m = 0; m < ROWS / 16; ++m) mma(acc[m][n + odd], f.p[m], b0, b1);
   }
+#else
+  if (quarter < 3) ldmatrix_trans(f.v[(quarter + 1) & 1], from + (n + 2) * 8);
+  const u32(&v)[4] = f.v[quarter & 1];
+#pragma unroll
+  for (int m = 0; m < ROWS / 16; ++m) mma(acc[m][n], f.p[m], v[0], v[1]);
+#pragma unroll
+  for (int m = 0; m < ROWS / 16; ++m) mma(acc[m][n + 1], f.p[m], v[2], v[3]);
+#endif
 }
 
 // This warp's rows and columns of Q as MMA fragments. e4m3 K comes with four neighbouring columns in a register, so there
@@ -351,94 +400,120 @@ __device__ __forceinline__ void load_q(Shared<ROWS>& sh, u32 (&f)[Part<ROWS>::MS
     }
 }
 
-// Where a block's first row lies among the partial results.
-template <int ROWS>
-__device__ __forceinline__ i64 part_index(int max_rows, int splits) {
-  return ((i64)blockIdx.z * max_rows + blockIdx.x * ROWS) * (splits + 1) + blockIdx.y;
-}
-
-// The draft tree: piece 0. Scores of all nodes first, then a sum over each row's own ancestors, in their order.
-template <int ROWS>
+// The draft tree for 16 rows. Scores of all nodes first, then a sum over each row's own ancestors, in their order. A block
+// of its own for every 16 rows: short prefixes wait for nothing else.
 __device__ __forceinline__ void tree_piece(
-    Shared<ROWS>& sh, const u32 (&q)[Part<ROWS>::MS][GROUP_STEPS][4], const KV* kv, const Index* own, const u32* words,
-    int width, int nodes, int first_row, int rows, int heads, float score_scale, float* part_out, float* part_lse,
-    int max_rows, int splits, int tid) {
-  constexpr int N = Lane<ROWS>::PAIRS * 2;
+    Shared<16>& sh, const Q* q, const KV* kv, const Index* own, const u32* words, int width, int nodes, int first_row,
+    int rows, int heads, float score_scale, float* part_out, float* part_lse, i64 step, int tid) {
+  constexpr int STRIDE = 20, N = Lane<16>::PAIRS * 2;
   const int warp = tid >> 5, lane = tid & 31;
-  const int my_row = tid / Lane<ROWS>::EACH, sub = tid % Lane<ROWS>::EACH;
-  const bool has_row = ROWS > 16 || my_row < ROWS;
-  const i64 part = part_index<ROWS>(max_rows, splits), step = splits + 1;
-  float* tree = reinterpret_cast<float*>(&sh.k[1][0][0]);
-  const u32* mine = words + (i64)(has_row && my_row < rows ? (first_row + my_row) / heads : 0) * width;
-  float top = NEG_INF;
-  load_tile(sh.k[0], kv, slot_of(own, 0, nodes, warp, lane), warp, lane);
-  commit();
-  for (int at = 0; at < nodes; at += KEYS) {
-    wait_all_but<0>();
-    __syncthreads();
-    scores<ROWS>(sh, sh.k[0], q, warp, lane);
-    __syncthreads();
-    if (at + KEYS < nodes) load_tile(sh.k[0], kv, slot_of(own, at / KEYS + 1, nodes, warp, lane), warp, lane);
+  const int my_row = tid / Lane<16>::EACH % 16, sub = tid % Lane<16>::EACH;
+  const bool has_row = warp < 4;
+  // Behind the first two tiles: exponentials [node][row], and which rows see a node.
+  float* tree = reinterpret_cast<float*>(&sh.k[TREE_TILES][0][0]);
+  u32* seen = reinterpret_cast<u32*>(tree + MAX_NODES * STRIDE);
+  const u32* mine = words + (i64)(my_row < rows ? (first_row + my_row) / heads : 0) * width;
+  if (rows > 16) rows = 16;
+  int end = nodes;  // behind it nobody sees anything
+  auto load = [&](int at) {
+    if (at < end) load_tile(sh.k[at / KEYS & 1], kv, slots_of(own, at + warp * 2, nodes - 1), warp, lane);
     commit();
+  };
+  load(0);
+  load(KEYS);
+  if (tid < MAX_NODES) {
+    u32 all = 0;
+    if (tid < nodes) {
+      int node = first_row / heads, head = first_row % heads;
+      for (int r = 0; r < rows; ++r) {
+        all |= (words[(i64)node * width + (tid >> 5)] >> (tid & 31) & 1u) << r;
+        if (++head == heads) head = 0, ++node;
+      }
+    }
+    seen[tid] = all;
+  }
+  u32 qf[1][GROUP_STEPS][4];
+  load_q<16>(sh, qf, q, rows, warp, lane);
+  __syncthreads();
+  for (bool any = false; end > KEYS; end = (end - 1) / KEYS * KEYS) {
+    for (int j = (end - 1) / KEYS * KEYS; j < end; ++j) any |= seen[j] != 0;
+    if (any) break;
+  }
+  float top = NEG_INF;
+  for (int at = 0; at < end; at += KEYS) {
+    wait_all_but<1>();
+    __syncthreads();
+    const KV* from = &sh.k[at / KEYS & 1][0][0] + keys_offset<16>(warp, lane);
+    scores<16>(sh, from, qf, warp, lane);
+    __syncthreads();
+    load(at + 2 * KEYS);
     if (has_row) {
       float x[N];
-      whole_scores<ROWS>(x, sh, my_row, sub, score_scale);
+      whole_scores<16>(x, sh, my_row, sub, score_scale);
       const u32 word = my_row < rows ? mine[at >> 5] >> (at & 31) : 0u;
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         const int token = sub * N + j;
         x[j] = (word >> token) & 1u && at + token < nodes ? x[j] : NEG_INF;
-        tree[my_row * TREE_STRIDE + at + token] = x[j];
+        tree[(at + token) * STRIDE + my_row] = x[j];
         top = fmaxf(top, x[j]);
       }
     }
   }
-  top = row_max<ROWS>(top);
+#pragma unroll
+  for (int d = 1; d < Lane<16>::EACH; d <<= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
   const float base = top == NEG_INF ? 0.f : top;
-  __syncwarp();
+  wait_all_but<0>();
+  __syncthreads();
+  if (end > 2 * KEYS) {
+    load(0);
+    load(KEYS);
+  }
   if (has_row) {
-    for (int at = sub; at < nodes; at += Lane<ROWS>::EACH) {
-      float* x = &tree[my_row * TREE_STRIDE + at];
+    for (int j = sub; j < end; j += Lane<16>::EACH) {
+      float* x = &tree[j * STRIDE + my_row];
       *x = exp2_fast(*x - base);
     }
+    __syncwarp();
+    if (sub == 0) {
+      float total = 0.f;
+#pragma unroll 4
+      for (int j = 0; j < end; ++j) total += tree[j * STRIDE + my_row];
+      sh.row[0][my_row] = total == 0.f ? 0.f : 1.f / total;
+      if (my_row < rows) part_lse[my_row * step] = total == 0.f ? NEG_INF : top + log2f(total);
+    }
   }
-  __syncwarp();
-  if (has_row && sub == 0) {
-    float total = 0.f;
-    for (int j = 0; j < nodes; ++j) total += tree[my_row * TREE_STRIDE + j];
-    sh.row[0][my_row] = total == 0.f ? 0.f : 1.f / total;
-    if (my_row < rows) part_lse[part + my_row * step] = total == 0.f ? NEG_INF : top + log2f(total);
-  }
-  float acc[ROWS][2] = {};
-  for (int at = 0; at < nodes; at += KEYS) {
+  float acc[16][2] = {};
+  for (int at = 0; at < end; at += KEYS) {
+    wait_all_but<1>();
     __syncthreads();
-    if (nodes > KEYS) {
-      load_tile(sh.k[0], kv, slot_of(own, at / KEYS, nodes, warp, lane), warp, lane);
-      commit();
-      wait_all_but<0>();
-      __syncthreads();
-    }
-    int node = first_row / heads, head = first_row % heads;
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
+    const KV* v = &sh.k[at / KEYS & 1][0][tid * 2];
+    for (int j = at; j < min(at + KEYS, end); ++j, v += K_STRIDE) {
       // All threads take the same way here. A hidden node is left out, not multiplied by 0: its K/V may be anything.
-      u32 visible = r < rows ? (words[(i64)node * width + (at >> 5)] >> (at & 31)) & 0xffffu : 0u;
-      if (at + KEYS > nodes) visible &= (1u << (nodes - at)) - 1;
-      while (visible) {
-        const int j = __ffs(visible) - 1;
-        visible &= visible - 1;
-        const float p = tree[r * TREE_STRIDE + at + j];
-        acc[r][0] = fmaf(p, value(sh.k[0][j][tid * 2]), acc[r][0]);
-        acc[r][1] = fmaf(p, value(sh.k[0][j][tid * 2 + 1]), acc[r][1]);
+      const u32 all = seen[j];
+      if (!all) continue;
+      const float a = value(v[0]), b = value(v[1]);
+#pragma unroll
+      for (int r = 0; r < 16; r += 4) {
+        const float4 p = *reinterpret_cast<const float4*>(&tree[j * STRIDE + r]);
+        if (all >> r & 1u) acc[r][0] = fmaf(p.x, a, acc[r][0]), acc[r][1] = fmaf(p.x, b, acc[r][1]);
+        if (all >> r & 2u) acc[r + 1][0] = fmaf(p.y, a, acc[r + 1][0]), acc[r + 1][1] = fmaf(p.y, b, acc[r + 1][1]);
+        if (all >> r & 4u) acc[r + 2][0] = fmaf(p.z, a, acc[r + 2][0]), acc[r + 2][1] = fmaf(p.z, b, acc[r + 2][1]);
+        if (all >> r & 8u) acc[r + 3][0] = fmaf(p.w, a, acc[r + 3][0]), acc[r + 3][1] = fmaf(p.w, b, acc[r + 3][1]);
       }
-      if (++head == heads) head = 0, ++node;
+    }
+    if (end > 2 * KEYS) {
+      __syncthreads();
+      load(at + 2 * KEYS);
+    } else {
+      commit();
     }
   }
 #pragma unroll
-  for (int r = 0; r < ROWS; ++r)
+  for (int r = 0; r < 16; ++r)
     if (r < rows) {
       const float norm = sh.row[0][r];
-      *reinterpret_cast<float2*>(part_out + (part + r * step) * LATENT + tid * 2) = make_float2(acc[r][0] * norm, acc[r][1] * norm);
+      *reinterpret_cast<float2*>(part_out + r * step * LATENT + tid * 2) = make_float2(acc[r][0] * norm, acc[r][1] * norm);
     }
 }
 
@@ -447,58 +522,62 @@ __device__ __forceinline__ void partial(
     unsigned char* raw, const Q* q, const KV* kv, const Index* indices, const i64* starts, const int* lens,
     const u32* words, const int* node_starts, float* part_out, float* part_lse, float score_scale, int first_request,
     int first_block, int heads, int max_rows, int splits, int width, int max_splits, int min_split) {
-  constexpr int MS = Part<ROWS>::MS, M = ROWS / 16, N = Lane<ROWS>::PAIRS * 2;
-  Shared<ROWS>& sh = *reinterpret_cast<Shared<ROWS>*>(raw);
-  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
-  const int request = first_request + blockIdx.z, piece = blockIdx.y;
+  constexpr int MS = Part<ROWS>::MS, M = ROWS / 16, N = Lane<ROWS>::PAIRS * 2, EACH = Lane<ROWS>::EACH, TREES = ROWS / 16;
+  const int tid = threadIdx.x, warp = __shfl_sync(~0u, tid >> 5, 0), lane = tid & 31;  // thus known to be a warp's
+  const int request = first_request + blockIdx.z, piece = (int)blockIdx.y - TREES;
+  const i64 start = starts[request];
   const int first_node = node_starts[request], nodes = node_starts[request + 1] - first_node;
   const int prefix = lens[request] - nodes;
-  const int first_row = (first_block + blockIdx.x) * ROWS, rows = nodes * heads - first_row;
+  const int tree_row = piece < 0 ? blockIdx.y * 16 : 0;
+  const int first_row = (first_block + blockIdx.x) * ROWS + tree_row, rows = nodes * heads - first_row;
   if (rows <= 0 || prefix < 0) return;
-  int begin = prefix, tokens = nodes;
-  if (piece > 0) {
-    const int each = piece_tokens(prefix, max_splits, min_split);
-    if ((i64)(piece - 1) * each >= prefix) return;
-    begin = (piece - 1) * each;
-    tokens = min(each, prefix - begin);
+  q += ((i64)first_node * heads + first_row) * DIM;
+  if (piece < 0) {
+    const i64 part = ((i64)blockIdx.z * max_rows + blockIdx.x * ROWS + tree_row) * (splits + 1);
+    tree_piece(*reinterpret_cast<Shared<16>*>(raw), q, kv, indices + start + prefix, words + (i64)first_node * width,
+               width, nodes, first_row, rows, heads, score_scale, part_out + part * LATENT, part_lse + part, splits + 1, tid);
+    return;
   }
-  const Index* own = indices + starts[request] + begin;
-  const int tiles = (tokens + KEYS - 1) / KEYS;
-  Index slot;
-  auto load = [&](int i, Index slot) {
+  const int each = piece_tokens(prefix, max_splits, min_split);
+  if ((i64)piece * each >= prefix) return;
+  const int tokens = min(each, prefix - piece * each);
+  Shared<ROWS>& sh = *reinterpret_cast<Shared<ROWS>*>(raw);
+  const Index* own = indices + start + (i64)piece * each;
+  if (tid == 0) sh.own = own;
+  constexpr int STAGES = Shared<ROWS>::STAGES, AHEAD = Shared<ROWS>::AHEAD;
+  auto load = [&](int i, int stage, Pair slots) {
 #if BULK
-    if (i * KEYS < tokens) load_tile_bulk(sh.k[i % STAGES], &sh.full[i % STAGES], kv, slot, warp, lane);
+    if (i * KEYS < tokens) load_tile_bulk(sh.k[stage], &sh.full[stage], kv, slots, warp, lane);
 #else
-    if (i * KEYS < tokens) load_tile(sh.k[i % STAGES], kv, slot, warp, lane);
+    if (i * KEYS < tokens) load_tile(sh.k[stage], kv, slots, warp, lane);
     commit();
 #endif
   };
-  if (piece > 0) {
+  Pair slots[AHEAD];
+#pragma unroll
+  for (int i = 0; i < AHEAD; ++i) slots[i] = slots_of(own, i * KEYS + warp * 2, tokens - 1);
 #if BULK
-    if (tid < STAGES) barrier_init(&sh.full[tid]);
-    barrier_init_done();
-    __syncthreads();
+  if (tid < STAGES) barrier_init(&sh.full[tid]);
+  barrier_init_done();
 #endif
-    for (int i = 0; i < AHEAD; ++i) load(i, slot_of(own, i, tokens, warp, lane));
-    slot = slot_of(own, AHEAD, tokens, warp, lane);
-  }
-
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < AHEAD; ++i) load(i, i, slots[i]);
+  Pair next = slots_of(own, AHEAD * KEYS + warp * 2, tokens - 1);
   u32 qf[MS][GROUP_STEPS][4];
-  load_q<ROWS>(sh, qf, q + ((i64)first_node * heads + first_row) * DIM, rows, warp, lane);
-  if (piece == 0) {
-    tree_piece<ROWS>(sh, qf, kv, own, words + (i64)first_node * width, width, nodes, first_row, rows, heads,
-                     score_scale, part_out, part_lse, max_rows, splits, tid);
-    return;
-  }
+  load_q<ROWS>(sh, qf, q, rows, warp, lane);
 
-  const int my_row = tid / Lane<ROWS>::EACH, sub = tid % Lane<ROWS>::EACH;
-  const bool has_row = ROWS > 16 || warp < 4;  // 8 threads a row: at 16 rows half of the warps have none
-  // From here `own` is this lane's: the token of slot_of, tile by tile.
-  const int last = tokens - 1 - warp * 2 - (lane & 1);
-  own += warp * 2 + (lane & 1);
+  // 16 rows are the work of four warps; the others do it too, and keep it to themselves.
+  const int my_row = tid / EACH % ROWS, sub = tid % EACH;
+  const bool has_row = ROWS > 16 || warp < 4;
   float acc[M][8][4] = {};
-  float top = NEG_INF, total[N / 2] = {};
+  float top = NEG_INF, total_here[N / 2];
+  float* total = ROWS == 64 ? sh.total[tid] : total_here;
+#pragma unroll
+  for (int j = 0; j < N / 2; ++j) total[j] = 0.f;
   bool shrunk = false;
+  const int k_offset = keys_offset<ROWS>(warp, lane);
+  const int v_offset = (lane & 15) * K_STRIDE + warp * 64 + (lane >> 4) * CHUNK;
   // Tile 0 has none before it: its turn multiplies its own V by zeros.
   for (int c = tid; c < ROWS * P_STRIDE / 2; c += THREADS) reinterpret_cast<u32*>(&sh.p[1][0][0])[c] = 0u;
 #if BULK
@@ -507,8 +586,9 @@ __device__ __forceinline__ void partial(
   wait_all_but<AHEAD - 1>();
 #endif
   __syncthreads();
-  scores<ROWS>(sh, sh.k[0], qf, warp, lane);
-  // In this order, and with no count of tiles kept, e4m3 fits 255 registers too, on sm_90 to sm_121.
+  scores<ROWS>(sh, &sh.k[0][0][0] + k_offset, qf, warp, lane);
+  int v_stage = 0, k_stage = 1;  // of tile i - 1 (of tile 0 while there is none) and of tile i + 1
+  u32 k_phase = 0;
   for (int i = 0; i * KEYS < tokens; ++i) {
 #if !BULK
     wait_all_but<AHEAD - 2>();  // tile i + 1
@@ -516,53 +596,110 @@ __device__ __forceinline__ void partial(
     // Here: S of tile i, P of tile i - 1. Nobody reads tile i - 2 any more.
     const bool rescale = __syncthreads_or(shrunk);
     float x[N];
-    if (has_row) whole_scores<ROWS>(x, sh, my_row, sub, score_scale);
+    whole_scores<ROWS>(x, sh, my_row, sub, score_scale);
     __syncthreads();
-    load(i + AHEAD, slot);
-    slot = own[min((i + AHEAD + 1) * KEYS, last)];
+    // From here to the end of the turn nothing waits for another warp.
+    const KV* v = &sh.k[v_stage][0][0] + v_offset;
+    const KV* k = &sh.k[k_stage][0][0] + k_offset;
+    Values<ROWS> values;
+    float higher, shrink;
+    T packed[N];
+    auto bring = [&] {
+      const int stage = k_stage + AHEAD - 1;
+      load(i + AHEAD, stage < STAGES ? stage : stage - STAGES, next);
+      next = slots_of(sh.own, (i + AHEAD + 1) * KEYS + warp * 2, tokens - 1);
+    };
+    auto arrived = [&] {
 #if BULK
-    if ((i + 1) * KEYS < tokens) barrier_wait(&sh.full[(i + 1) % STAGES], ((i + 1) / STAGES) & 1);
+      if ((i + 1) * KEYS < tokens) barrier_wait(&sh.full[k_stage], k_phase);
 #endif
-    if (has_row) {
-      const int left = tokens - i * KEYS - sub * N;
+    };
+    auto begin_values = [&] {
+      first_values<ROWS>(values, sh, v, (i - 1) & 1, lane);
+      if (rescale) shrink_all<ROWS>(sh, acc, (i - 1) & 1, lane);
+    };
+    // A quarter of P V of the tile before, and a quarter of this tile's softmax: neither waits for itself.
+    auto quarter_of_values = [&](int quarter) {
+      accumulate<ROWS>(values, acc, v, quarter);
+      if (quarter == 0) {
+        const int left = tokens - i * KEYS - sub * N;
 #pragma unroll
-      for (int j = 0; j < N; ++j) x[j] = left > j ? x[j] : NEG_INF;
-      float higher = fmaxf(x[0], x[1]);
-      if (N == 4) higher = fmaxf(higher, fmaxf(x[N - 2], x[N - 1]));
-      higher = row_max<ROWS>(higher);
-      // A row moves its base only when a score passes it by 2^8: P stays well within its dtype, and most tiles rescale
-      // nothing. The decision is the row's own, so its neighbours cannot move its bits.
-      const float base = higher > top + 8.f ? higher : top;
-      const float shrink = exp2_fast(top - base);
-      top = base;
-      T packed[N];
+        for (int j = 0; j < N; ++j) x[j] = left > j ? x[j] : NEG_INF;
+        higher = fmaxf(x[0], x[1]);
+        if (N == 4) higher = fmaxf(higher, fmaxf(x[N - 2], x[N - 1]));
+        higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, 1));
+      } else if (quarter == 1) {
 #pragma unroll
-      for (int j = 0; j < N; j += 2) {
-        const float a = exp2_fast(x[j] - top), b = exp2_fast(x[j + 1] - top);
-        total[j / 2] = total[j / 2] * shrink + (a + b);
-        narrow(packed[j], a);
-        narrow(packed[j + 1], b);
+        for (int d = 2; d < EACH; d <<= 1) higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, d));
+        // A row moves its base only when a score passes it by 2^8: P stays well within its dtype, and most tiles rescale
+        // nothing. The decision is the row's own, so its neighbours cannot move its bits.
+        const float base = higher > top + 8.f ? higher : top;
+        shrink = exp2_fast(top - base);
+        top = base;
+      } else if (quarter == 2) {
+#pragma unroll
+        for (int j = 0; j < N; j += 2) {
+          const float a = exp2_fast(x[j] - top), b = exp2_fast(x[j + 1] - top);
+          total[j / 2] = total[j / 2] * shrink + (a + b);
+          narrow(packed[j], a);
+          narrow(packed[j + 1], b);
+        }
+      } else {
+        if (has_row) {
+          T* to = &sh.p[i & 1][my_row][sub * N];
+          if (N == 4) *reinterpret_cast<uint2*>(to) = *reinterpret_cast<uint2*>(packed);
+          else *reinterpret_cast<u32*>(to) = *reinterpret_cast<u32*>(packed);
+          if (sub == 0) sh.row[i & 1][my_row] = shrink;
+        }
+        shrunk = shrink != 1.f;
       }
-      T* to = &sh.p[i & 1][my_row][sub * N];
-      if (N == 4) *reinterpret_cast<uint2*>(to) = *reinterpret_cast<uint2*>(packed);
-      else *reinterpret_cast<u32*>(to) = *reinterpret_cast<u32*>(packed);
-      if (sub == 0) sh.row[i & 1][my_row] = shrink;
-      shrunk = shrink != 1.f;
+    };
+    bring();
+    // S of the tile after. After the last tile: of what lies in the ring, which nobody reads.
+    if (ROWS == 64) {
+      // Registers are short, so one after the other.
+      begin_values();
+#pragma unroll
+      for (int quarter = 0; quarter < 4; ++quarter) quarter_of_values(quarter);
+      arrived();
+      scores<ROWS>(sh, k, qf, warp, lane);
+    } else {
+      begin_values();
+      arrived();
+      constexpr int LOADS = Keys<ROWS>::LOADS;
+      Keys<ROWS> keys;
+      Sums<ROWS> sums = {};
+      ldmatrix(keys.b[0], k);
+#pragma unroll
+      for (int quarter = 0; quarter < 4; ++quarter) {
+        score_steps<ROWS>(sums, keys, k, qf, LOADS * quarter / 4, LOADS * (quarter + 1) / 4, lane);
+        quarter_of_values(quarter);
+      }
+      store_scores<ROWS>(sh, sums, warp, lane);
     }
-    accumulate<ROWS>(sh, acc, sh.k[(i > 0 ? i - 1 : 0) % STAGES], (i - 1) & 1, rescale, warp, lane);
-    // After the last tile these are scores of what lies in the ring, which nobody reads.
-    scores<ROWS>(sh, sh.k[(i + 1) % STAGES], qf, warp, lane);
+    if (i > 0) v_stage = v_stage + 1 < STAGES ? v_stage + 1 : 0;
+    k_phase ^= k_stage + 1 == STAGES;
+    k_stage = k_stage + 1 < STAGES ? k_stage + 1 : 0;
   }
-  const i64 part = part_index<ROWS>(max_rows, splits), step = splits + 1;
+  const int tiles = (tokens + KEYS - 1) / KEYS;
   const bool rescale = __syncthreads_or(shrunk);
-  accumulate<ROWS>(sh, acc, sh.k[(tiles - 1) % STAGES], (tiles - 1) & 1, rescale, warp, lane);
+  const KV* v = &sh.k[v_stage][0][0] + v_offset;
+  Values<ROWS> values;
+  first_values<ROWS>(values, sh, v, (tiles - 1) & 1, lane);
+  if (rescale) shrink_all<ROWS>(sh, acc, (tiles - 1) & 1, lane);
+#pragma unroll
+  for (int quarter = 0; quarter < 4; ++quarter) accumulate<ROWS>(values, acc, v, quarter);
   __syncthreads();
-  if (has_row) {
-    const float all = row_sum<ROWS>(total);
-    if (sub == 0) {
-      sh.row[1][my_row] = 1.f / all;
-      if (my_row < rows) part_lse[part + my_row * step] = top + log2f(all);
-    }
+  // Worked out anew: the loop has no register left to keep it in.
+  const int again = opaque(first_request + blockIdx.z);
+  const int left = (node_starts[again + 1] - node_starts[again]) * heads - (first_block + blockIdx.x) * ROWS;
+  const i64 step = splits + 1, part = ((i64)blockIdx.z * max_rows + blockIdx.x * ROWS) * step + blockIdx.y - TREES + 1;
+  part_out += part * LATENT;
+  part_lse += part;
+  const float all = row_sum<ROWS>(total);
+  if (has_row && sub == 0) {
+    sh.row[1][my_row] = 1.f / all;
+    if (my_row < left) part_lse[my_row * step] = top + log2f(all);
   }
   __syncthreads();
 #pragma unroll
@@ -570,9 +707,9 @@ __device__ __forceinline__ void partial(
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int r = m * 16 + half * 8 + (lane >> 2);
-      if (r < rows) {
+      if (r < left) {
         const float norm = sh.row[1][r];
-        float* to = part_out + (part + r * step) * LATENT + warp * 64;
+        float* to = part_out + r * step * LATENT + warp * 64;
         const auto& o = acc[m];
         const int h = half * 2;
 #pragma unroll
@@ -589,7 +726,7 @@ __device__ __forceinline__ void partial(
     }
 }
 
-// grid (row blocks, 1 + splits, requests). part_out [requests, max_rows, splits + 1, 512] takes normalised float32,
+// grid (row blocks, ROWS / 16 + splits, requests). part_out [requests, max_rows, splits + 1, 512] takes normalised float32,
 // part_lse [requests, max_rows, splits + 1] its log2-sum-exp2; index 0 is the tree.
 #define PARTIAL(ROWS)                                                                                                     \
   extern "C" __global__ void __launch_bounds__(THREADS, 1) partial_##ROWS(                                                \
@@ -605,23 +742,24 @@ __device__ __forceinline__ void partial(
 PARTIAL(16)
 PARTIAL(32)
 PARTIAL(64)
-// grid (rows, requests), 512 threads: four groups take every fourth partial result, 128 threads x 4 columns each.
-constexpr int MERGE_GROUPS = 4, MOST_PIECES = 512;
-extern "C" __global__ void __launch_bounds__(512) merge(
+// grid (rows, requests, 8), 256 threads: a block joins 64 columns of a row; 16 groups of threads take every 16th partial
+// result, 4 columns a thread.
+constexpr int MERGE_COLUMNS = 64, MERGE_GROUPS = 16, MOST_PIECES = 512;
+extern "C" __global__ void __launch_bounds__(256) merge(
     const float* __restrict__ part_out, const float* __restrict__ part_lse, const int* __restrict__ lens,
     const int* __restrict__ node_starts, Q* __restrict__ out, float* __restrict__ lse_out, float kv_scale,
     int first_request, int first_row, int heads, int max_rows, int splits, int max_splits, int min_split) {
   __shared__ float weight[MOST_PIECES];
-  __shared__ float sums[MERGE_GROUPS][LATENT];
-  __shared__ float whole[2];
+  __shared__ float sums[MERGE_GROUPS][MERGE_COLUMNS];
+  __shared__ float whole;
   const int tid = threadIdx.x, request = first_request + blockIdx.y, row = first_row + blockIdx.x;
   const int first_node = node_starts[request], nodes = node_starts[request + 1] - first_node;
-  const int prefix = lens[request] - nodes;
+  const int prefix = lens[request] - nodes, first_column = blockIdx.z * MERGE_COLUMNS;
   if (row >= nodes * heads) return;
   const i64 to = (i64)first_node * heads + row;
   if (prefix < 0) {
-    narrow(out[to * LATENT + tid], 0.f);
-    if (tid == 0) lse_out[to] = NEG_INF;
+    if (tid < MERGE_COLUMNS) narrow(out[to * LATENT + first_column + tid], 0.f);
+    if (tid == 0 && first_column == 0) lse_out[to] = NEG_INF;
     return;
   }
   const int each = piece_tokens(prefix, max_splits, min_split);
@@ -629,9 +767,7 @@ extern "C" __global__ void __launch_bounds__(512) merge(
   const i64 base = ((i64)blockIdx.y * max_rows + blockIdx.x) * (splits + 1);
   if (tid < 32) {
     float top = NEG_INF, total = 0.f;
-    for (int i = tid; i < count; i += 32) {
-      top = fmaxf(top, part_lse[base + i]);
-    }
+    for (int i = tid; i < count; i += 32) top = fmaxf(top, part_lse[base + i]);
     for (int d = 1; d < 32; d <<= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
     if (top == NEG_INF) top = 0.f;
     for (int i = tid; i < count; i += 32) {
@@ -641,23 +777,25 @@ extern "C" __global__ void __launch_bounds__(512) merge(
     }
     for (int d = 1; d < 32; d <<= 1) total += __shfl_xor_sync(~0u, total, d);
     if (tid == 0) {
-      whole[0] = total == 0.f ? 1.f : total;
-      lse_out[to] = total == 0.f ? NEG_INF : (top + log2f(total)) * 0.6931471805599453f;
+      whole = total == 0.f ? 1.f : total;
+      if (first_column == 0) lse_out[to] = total == 0.f ? NEG_INF : (top + log2f(total)) * 0.6931471805599453f;
     }
   }
   __syncthreads();
-  const int group = tid >> 7, column = (tid & 127) * 4;
+  const int group = tid >> 4, column = (tid & 15) * 4;
+  const float* from = part_out + base * LATENT + first_column + column;
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 8
   for (int i = group; i < count; i += MERGE_GROUPS) {
-    const float4 o = *reinterpret_cast<const float4*>(part_out + (base + i) * LATENT + column);
+    const float4 o = *reinterpret_cast<const float4*>(from + (i64)i * LATENT);
     const float w = weight[i];
     sum.x = fmaf(w, o.x, sum.x); sum.y = fmaf(w, o.y, sum.y); sum.z = fmaf(w, o.z, sum.z); sum.w = fmaf(w, o.w, sum.w);
   }
   *reinterpret_cast<float4*>(&sums[group][column]) = sum;
   __syncthreads();
+  if (tid >= MERGE_COLUMNS) return;
   float all = 0.f;
 #pragma unroll
   for (int g = 0; g < MERGE_GROUPS; ++g) all += sums[g][tid];
-  narrow(out[to * LATENT + tid], all / whole[0] * kv_scale);
+  narrow(out[to * LATENT + first_column + tid], all / whole * kv_scale);
 }

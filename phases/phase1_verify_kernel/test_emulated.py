@@ -61,7 +61,7 @@ def test_emulated_bits_independent(gate_metrics):
 # What breaks when a line of verify.cu goes missing: each must turn the comparison, or the emulator, red.
 FAULTS = {
     "a bulk copy's wait left out": (
-        "if ((i + 1) * KEYS < tokens) barrier_wait(&sh.full[(i + 1) % STAGES], ((i + 1) / STAGES) & 1);",
+        "if ((i + 1) * KEYS < tokens) barrier_wait(&sh.full[k_stage], k_phase);",
         "",
     ),
     "the barrier before scores are read left out": (
@@ -74,18 +74,16 @@ FAULTS = {
     ),
     "a tile loaded over one that is still read": ("AHEAD = STAGES - 2;", "AHEAD = STAGES - 1;"),
     "tokens past the end not masked": ("x[j] = left > j ? x[j] : NEG_INF;", ";"),
-    "a row of K/V too far": ("kv + (i64)slot * DIM, DIM", "kv + (i64)(slot + 1) * DIM, DIM"),
-    "slots read past the end": (
-        "own[min(tile * KEYS + warp * 2 + (lane & 1), tokens - 1)]",
-        "own[tile * KEYS + warp * 2 + (lane & 1)]",
-    ),
-    "a base that moves without rescaling": (
-        "const float shrink = exp2_fast(top - base);",
-        "const float shrink = 1.f;",
-    ),
+    "a row of K/V too far": ("kv + (i64)slots.b * DIM, DIM", "kv + (i64)(slots.b + 1) * DIM, DIM"),
+    "slots read past the end": ("low[min(token + 1, last) * WORDS]", "low[(token + 1) * WORDS]"),
+    "a base that moves without rescaling": ("shrink = exp2_fast(top - base);", "shrink = 1.f;"),
     "a piece left out of the merge": (
         "const int count = min((prefix + each - 1) / each, splits) + 1;",
         "const int count = min((prefix + each - 1) / each, splits);",
+    ),
+    "a tree's tile that is not waited for": (
+        "wait_all_but<1>();\n    __syncthreads();\n    const KV* from",
+        "__syncthreads();\n    const KV* from",
     ),
     "a tree that is not masked": ("(word >> token) & 1u && at + token < nodes", "at + token < nodes"),
 }

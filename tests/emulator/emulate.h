@@ -305,12 +305,14 @@ inline void barrier_expect(unsigned long long* b, unsigned bytes) {
   if (--x.pending < 0) fail("an mbarrier got more arrivals than its phase takes");
   x.bytes += bytes;
 }
-inline void copy_bulk(void* to, const void* from, unsigned bytes, unsigned long long* b) {
+inline void copy_bulk(void* to, const void* from, unsigned bytes, unsigned long long* b) {  // warp-wide, one copies
+  if (current % 32) return;
   if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || bytes % 16) fail("a bulk copy that is no multiple of 16");
   Copy c{to, from, bytes};
   issue(c);
   barrier_of(b).copies.push_back(c);
 }
+inline void prefetch_bulk(const void*, unsigned) {}
 inline void barrier_wait(unsigned long long* b, unsigned phase) {
   auto arrived = [b, phase] {
     Barrier& x = barrier_of(b);

@@ -1,12 +1,11 @@
 // main JOB RESULT: runs the launches that the job names on its buffers, and writes the buffers back.
 //   job     u32 seed, u32 buffers, per buffer u64 bytes and the bytes; u32 launches, per launch u32 kernel (0: merge, else
-//           rows of partial), 3 u32 grid, u32 threads, u32 arguments, per argument u32 kind (0 buffer, 1 int, 2 float), u32 value
+//           rows of partial), 3 u32 grid, u32 threads, u32 shared bytes, u32 arguments, per argument u32 kind (0 buffer, 1 int, 2 float), u32 value
 //   result  the buffers, in order
 #include "emulate.h"
-extern unsigned char raw[];
+static unsigned char* raw;  // a block's dynamic shared memory, of the size that the launch asks for
 #include SOURCE
 
-unsigned char raw[sizeof(Shared<64>)];
 
 static FILE* file;
 template <class V> static V read() {
@@ -26,7 +25,7 @@ int main(int, char** argv) {
     if (bytes && fread(data, bytes, 1, file) != 1) return 2;
   }
   for (uint32_t n = read<uint32_t>(); n--;) {
-    uint32_t kernel = read<uint32_t>(), x = read<uint32_t>(), y = read<uint32_t>(), z = read<uint32_t>(), threads = read<uint32_t>();
+    uint32_t kernel = read<uint32_t>(), x = read<uint32_t>(), y = read<uint32_t>(), z = read<uint32_t>(), threads = read<uint32_t>(), shared = read<uint32_t>();
     struct Arg { uint32_t kind, value; };
     std::vector<Arg> args(read<uint32_t>());
     for (auto& a : args) a.kind = read<uint32_t>(), a.value = read<uint32_t>();
@@ -56,13 +55,15 @@ int main(int, char** argv) {
       int a = integer(), b = integer(), heads = integer(), max_rows = integer(), splits = integer(), max_splits = integer(), min_split = integer();
       call = [=] { merge(part_out, part_lse, lens, node_starts, out, lse, scale, a, b, heads, max_rows, splits, max_splits, min_split); };
     }
+    if (posix_memalign((void**)&raw, 128, std::max(shared, 16u))) return 2;  // the exact size, as above
     for (blockIdx.z = 0; blockIdx.z < (int)z; ++blockIdx.z)
       for (blockIdx.y = 0; blockIdx.y < (int)y; ++blockIdx.y)
         for (blockIdx.x = 0; blockIdx.x < (int)x; ++blockIdx.x) {
-          memset(raw, 0xff, sizeof raw);
+          memset(raw, 0xff, shared);
           body = call;
           run_block((int)threads);
         }
+    free(raw);
   }
   FILE* out = fopen(argv[2], "wb");
   if (!out) { perror(argv[2]); return 2; }

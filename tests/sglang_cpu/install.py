@@ -21,7 +21,7 @@ COMMON = """
 torch==2.13.0 triton==3.8.0 numpy<3 apache-tvm-ffi==0.1.11
 orjson psutil pybase64 requests packaging pillow starlette tqdm ipython pydantic aiohttp msgspec pyzmq dill
 partial-json-parser sentencepiece einops loguru gguf setproctitle uvicorn fastapi uvloop jsonschema soundfile
-python-multipart ninja PyYAML rich httpx matplotlib scipy pytest
+python-multipart ninja PyYAML rich httpx matplotlib scipy pytest hypothesis
 """.split()
 RELEASES = {
     "0.5.17": (["transformers==5.12.1", "openai==2.6.1"], ["xgrammar==0.2.1"]),
