@@ -81,6 +81,21 @@ def test_sizes_fit():
     assert c.hf()["kv_lora_rank"] + c.hf()["qk_rope_head_dim"] == 576
 
 
+def test_greedy_text_with_kept_keys_is_that_without():
+    torch.manual_seed(0)
+    target = Target(train.SMOKE.target)
+    x = torch.randint(4, train.SMOKE.target.vocab, (2, 9))
+    want = x
+    for _ in range(12):
+        want = torch.cat([want, target(want)[0][:, -1:].argmax(-1)], 1)
+    assert torch.equal(target.greedy(x, 12), want)
+
+
+def test_repeats():
+    said = torch.tensor([[1, 2, 3, 1, 2, 3, 1, 9], [5, 5, 5, 5, 5, 5, 5, 5], [1, 2, 3, 4, 5, 6, 7, 8]])
+    assert train.repeats(said, 3).int().tolist() == [[0, 0, 0, 0, 0, 1, 1, 0], [0, 0, 0, 1, 1, 1, 1, 1], [0] * 8]
+
+
 def test_the_drafter_sees_no_future():
     """A block's logits depend on the context before it and on its bonus token, on nothing else."""
     r = train.SMOKE

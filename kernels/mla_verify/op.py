@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 
@@ -49,11 +50,21 @@ def _why_not_cuda(device: torch.device) -> str:
     return ""
 
 
+@functools.cache
+def _why_not_interpreter() -> str:
+    triton, numpy = (importlib.metadata.version(name) for name in ("triton", "numpy"))
+    if triton.startswith("3.6.") and tuple(map(int, numpy.split(".")[:2])) >= (2, 4):
+        return (
+            f"Triton {triton}'s interpreter fails with numpy {numpy}; pip install 'numpy<2.4', or Triton 3.7 or newer"
+        )
+    return ""
+
+
 def _why_not_triton(device: torch.device) -> str:
     if not _installed("triton"):
         return "Triton is not installed; torch's CUDA wheels bring it, or pip install 'mla-verify[interpreter]'"
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
-        return ""
+        return _why_not_interpreter()
     if device.type != "cuda":
         return f"Triton has no {device.type} target; set TRITON_INTERPRET=1 to run it in its interpreter (tests)"
     return ""

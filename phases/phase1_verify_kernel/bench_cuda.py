@@ -169,7 +169,7 @@ class Fa2:
         self._wrapper = BatchMLAPagedAttentionWrapper(workspace, backend="fa2")
 
     def call(self, shape: Shape, pool: torch.Tensor, order: torch.Tensor, q: torch.Tensor) -> Callable:
-        """Good until the next one is made: the wrapper's plan is one for all."""
+        """Good until the next one is made: the wrapper's plan is one for all, and keeps the slots."""
         torch.cuda.synchronize()
         ends = [torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (shape.nodes, shape.prefix)]
         lens = torch.tensor([shape.prefix], dtype=torch.int32, device="cuda")

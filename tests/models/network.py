@@ -187,7 +187,8 @@ class Mla(nn.Module):
         self.kv_b_proj = linear(LATENT, c.heads * (c.nope + c.value))
         self.o_proj = linear(c.heads * c.value, c.hidden)
 
-    def forward(self, x: Tensor, angle: Tensor) -> Tensor:
+    def forward(self, x: Tensor, angle: Tensor, past: list[Tensor] | None = None) -> Tensor:
+        """``past`` holds K and V of the tokens before x, if there are any, and takes those of x."""
         c, (batch, length) = self.c, x.shape[:2]
         q = self.q_proj(x).view(batch, length, c.heads, -1).transpose(1, 2)
         latent, k_rope = self.kv_a_proj_with_mqa(x).split([LATENT, ROPE], -1)
@@ -195,7 +196,12 @@ class Mla(nn.Module):
         k, v = kv.split([c.nope, c.value], -1)
         q = torch.cat([q[..., : c.nope], turn_pairs(q[..., c.nope :], angle)], -1)
         k = torch.cat([k, turn_pairs(k_rope[:, None], angle).expand(-1, c.heads, -1, -1)], -1)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=(c.nope + ROPE) ** -0.5)
+        if past:
+            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        if past is not None:
+            past[:] = k, v
+        causal = k.shape[2] == length  # else x is one token, which sees everything
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=(c.nope + ROPE) ** -0.5)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -205,8 +211,8 @@ class TargetLayer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = Norm(c.hidden, c.eps), Norm(c.hidden, c.eps)
         self.self_attn, self.mlp = Mla(c), Mlp(c.hidden, c.intermediate)
 
-    def forward(self, x: Tensor, angle: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), angle)
+    def forward(self, x: Tensor, angle: Tensor, past: list[Tensor] | None = None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), angle, past)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -230,16 +236,32 @@ class Target(nn.Module):
                 last = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * c.layers) if last else 0.02)
 
-    def forward(self, tokens: Tensor, keep: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-        """tokens [B, T] -> logits [B, T, V], and the outputs of layers ``keep`` side by side [B, T, K hidden]."""
+    def forward(
+        self, tokens: Tensor, keep: tuple[int, ...] = (), pasts: list[list[Tensor]] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """tokens [B, T] -> logits [B, T, V], and the outputs of layers ``keep`` side by side [B, T, K hidden].
+
+        ``pasts``, a list for each layer, holds K and V between calls; after the first, T is 1.
+        """
         x = self.model["embed_tokens"](tokens)
-        angle = torch.arange(tokens.shape[1], device=tokens.device)[:, None] * self.frequencies
+        begin = pasts[0][0].shape[2] if pasts and pasts[0] else 0
+        angle = torch.arange(begin, begin + tokens.shape[1], device=tokens.device)[:, None] * self.frequencies
         kept = []
         for i, layer in enumerate(self.model["layers"]):
-            x = layer(x, angle)
+            x = layer(x, angle, pasts[i] if pasts is not None else None)
             if i in keep:
                 kept.append(x)
         return self.lm_head(self.model["norm"](x)), torch.cat(kept, -1) if kept else None
+
+    @torch.no_grad()
+    def greedy(self, tokens: Tensor, count: int) -> Tensor:
+        """tokens [B, T] and the ``count`` that follow, each the most probable one: [B, T + count]."""
+        pasts: list[list[Tensor]] = [[] for _ in self.model["layers"]]
+        said = [tokens]
+        for _ in range(count):
+            logits, _ = self(said[-1], pasts=pasts)
+            said.append(logits[:, -1:].argmax(-1))
+        return torch.cat(said, 1)
 
 
 class DrafterAttention(nn.Module):
@@ -320,6 +342,14 @@ class Recipe:
     sequence: int = 1024
     batch: int = 64
     long_share: float = 0.15  # of the target's time, at the end, on sequences of the whole context
+    # Greedy text of a small model falls into loops. In this share of the target's time, at the end, every second step
+    # also takes ``rollouts`` greedy continuations and makes their tokens that complete an n-gram said before less
+    # likely (unlikelihood training, arXiv 1908.04319).
+    variety_share: float = 0.25
+    variety_weight: float = 1.0
+    rollouts: int = 256
+    rollout_tokens: int = 192
+    ngram: int = 6
     learning_rate: float = 3e-3
     drafter_learning_rate: float = 2e-3
     anchors: int = 24  # blocks of a sequence that the drafter learns from at a time

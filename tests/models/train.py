@@ -33,9 +33,10 @@ SMOKE = Recipe(
     TargetConfig(vocab=300, hidden=32, layers=2, heads=2, nope=16, value=16, intermediate=64, context=192,
                  original_context=48),
     DrafterConfig(layers=1, heads=2, kv_heads=1, head_dim=16, intermediate=32, block=4, target_layers=(0, 1)),
-    sequence=64, batch=4, anchors=3,
+    sequence=64, batch=4, anchors=3, rollouts=2, rollout_tokens=40, ngram=3,
 )  # fmt: skip
 SAVE_SECONDS = 60.0
+PROMPT = 64  # tokens of true text before greedy text
 
 
 class Stage:
@@ -154,7 +155,11 @@ def train(out: Path, recipe: Recipe, minutes: float, megabytes: float, device: s
         x = windows(data, batch, length, step, recipe.seed, device)
         with cast:
             logits, _ = target(x[:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1).float(), x[:, 1:].flatten())
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), x[:, 1:].flatten())
+        if done > 1 - recipe.variety_share and step % 2:
+            prompts = windows(data, recipe.rollouts, PROMPT, step, recipe.seed + 2, device)[:, :-1]
+            loss = loss + recipe.variety_weight * variety_loss(target, prompts, recipe, cast)
+        return loss
 
     stage.run(target_loss, steps)
     target.requires_grad_(False)
@@ -181,6 +186,25 @@ def train(out: Path, recipe: Recipe, minutes: float, megabytes: float, device: s
     (out / "record.json").write_text(json.dumps(record, indent=1) + "\n")
     plot(record, out / "loss.svg")
     return record
+
+
+def repeats(tokens: Tensor, n: int) -> Tensor:
+    """Whether a token completes an n-gram that came before it: tokens [B, T] -> bool [B, T]."""
+    grams = tokens.unfold(1, n, 1)  # [B, T - n + 1, n]
+    same = (grams[:, :, None] == grams[:, None]).all(-1).tril(-1).any(-1)
+    return F.pad(same, (n - 1, 0))
+
+
+def variety_loss(target: Target, prompts: Tensor, recipe: Recipe, cast) -> Tensor:
+    """-log(1 - p) of the tokens that repeat an n-gram, in greedy continuations of the prompts."""
+    with cast:
+        said = target.greedy(prompts, recipe.rollout_tokens)
+        logits, _ = target(said[:, :-1])
+    begin = prompts.shape[1]
+    logits, chosen = logits[:, begin - 1 :].float(), said[:, begin:]
+    again = repeats(chosen, recipe.ngram)
+    p = logits.log_softmax(-1).gather(2, chosen[..., None])[..., 0].exp()
+    return (-torch.log1p(-p.clamp(max=0.9999)) * again).sum() / chosen.numel()
 
 
 def draft_loss(target: Target, drafter: Drafter, recipe: Recipe, x: Tensor, step: int, cast) -> Tensor:
@@ -217,13 +241,11 @@ def evaluate(target: Target, drafter: Drafter, recipe: Recipe, held: np.ndarray,
         with cast:
             logits, _ = target(x[:, :-1])
         losses.append(float(F.cross_entropy(logits.flatten(0, 1).float(), x[:, 1:].flatten())))
-    prompt = min(64, length // 2)
-    x = windows(held, 4, prompt, 7, 98, device)[:, :-1]
+    prompt = min(PROMPT, length // 2)
+    x = windows(held, 16, prompt, 7, 98, device)[:, :-1]
     room = min(512, recipe.target.context - prompt)
-    for _ in range(room):
-        with cast:
-            logits, _ = target(x[:, -recipe.target.context :])
-        x = torch.cat([x, logits[:, -1:].argmax(-1)], 1)
+    with cast:
+        x = target.greedy(x, room)
     said = x[:, prompt:]
     distinct = [len(set(row)) for row in said.tolist()]
     return {
