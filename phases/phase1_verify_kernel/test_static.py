@@ -125,3 +125,20 @@ def test_sass(gate_metrics, tmp_path):
                 if architecture in TARGETS:
                     assert not re.search(r"\b(LDL|STL)\b", body), f"sm_{architecture} partial_{rows} uses local memory"
     gate_metrics["architectures"] = len(TARGETS) + 1
+
+
+def test_prediction(gate_metrics):
+    """Times on sm_120 cards, predicted from the newest record that timed the kernel."""
+    import predict
+
+    here = predict.MEASURED_CARDS["NVIDIA H200"]
+    known = predict.Measured(here, 4270, 628, {(8, 1): 82.0, (8, 8): 113.0, (16, 16): 398.0, (64, 64): 7800.0})
+    same = predict.Card("itself", here.multiprocessors, here.clock_ghz, here.bandwidth_gb_s, known.mma_tflops)
+    for (h, n), us in known.us.items():
+        assert predict.predict(known, same, h * n, us) == pytest.approx(us), "the model does not give back its own card"
+    measured = predict.newest(Path(__file__).resolve().parents[2] / "results")
+    if measured is None:
+        pytest.skip("no record in results/ times the CUDA kernel on a card that predict.py knows")
+    for what, us in predict.predictions(measured).items():
+        gate_metrics[f"predicted us {what}"] = us
+    assert all(us > predict.LENGTH * predict.ROW_BYTES / 1792e3 for us in gate_metrics.values()), "faster than memory"
