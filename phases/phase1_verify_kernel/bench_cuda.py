@@ -6,8 +6,8 @@ usage: bench_cuda.py gates [--rounds N] [--plot FILE.svg]  every gate of phase.y
 Ours includes the draft tree and the merge. FlashInfer's fa2 takes the prefix alone, which favours it; it is timed as
 shipped and held to the branch that sm_120 gets (a scratch copy of its headers in which the two larger configurations
 are out of reach). The floor of a shape is the longer of its K/V bytes over copy bandwidth and its products over the
-rate of mma.sync, both measured here. A sample is a graph replay between two events, after a flush of L2; the order
-rotates. A peer that is missing, or that computes something else, leaves its gates unmeasured and says why.
+rate of mma.sync, both measured here. A sample is a graph replay between two events, after a flush of L2 (bench.py);
+the order rotates. A peer that is missing, or that computes something else, leaves its gates unmeasured and says why.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bench import POOL, POOL_DTYPE, SEED, SM_SCALE, WARMUPS, Shape, graph, measure, sglang_verify
+from bench import FLUSH, FLUSHED, POOL, POOL_DTYPE, SEED, SM_SCALE, WARMUPS, Shape, graph, measure, sglang_verify
 
 LENGTHS = (1024, 16_384, 65_536, 185_000)
 SHAPES = [Shape(h, n, length) for h, n, length in itertools.product((8, 16, 64), (1, 8, 16, 64), LENGTHS)]
@@ -228,7 +228,7 @@ class Bench:
         self.pool = torch.randn(POOL, 576, device="cuda", dtype=POOL_DTYPE)
         self.pool8 = self.pool.to(torch.float8_e4m3fn)
         self.order = torch.randperm(POOL, device="cuda").int()
-        self.flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+        self.flush = torch.zeros(FLUSH, device="cuda")
         self.missing: dict[str, str] = {}
         fa2 = {name: self._attempt(name, Fa2, place) for name, place in (("fa2", None), ("fa2 held", scratch))}
         self.fa2 = {name: made for name, made in fa2.items() if made}
@@ -372,7 +372,7 @@ def report(
         for name, values in of.items()
     }
     samples["cuda batch of 8"] = {"values": batch, "warmups": WARMUPS, "unit": "us"}
-    notes = ["L2 flushed before each sample", "fa2 and SGLang's decode kernel take the prefix alone"]
+    notes = [FLUSHED, "fa2 and SGLang's decode kernel take the prefix alone"]
     return {"samples": samples, "gates": gates, "metrics": ceilings, "seeds": {"torch": SEED}, "notes": notes}
 
 
