@@ -55,7 +55,7 @@ def phase2(session: nox.Session) -> None:
 @nox.session(python=False)
 def phase3(session: nox.Session) -> None:
     """Gates of K/V defragmentation."""
-    mla_verify(session, "gates", "run", "phase3", *session.posargs)
+    mla_verify(session, "gates", "run", "phase3", *session.posargs, env=sglang_cpu(session))
 
 
 @nox.session(python=False)

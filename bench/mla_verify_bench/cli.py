@@ -270,6 +270,12 @@ COMMANDS = (
         _elsewhere("diagnose", "run"),
     ),
     Command(
+        "frag",
+        "how scattered a running server's K/V pool is; rearrange it",
+        _elsewhere("frag", "add_arguments"),
+        _elsewhere("frag", "run"),
+    ),
+    Command(
         "doctor",
         "what this machine has, which implementation would serve it, and a short self-test",
         _elsewhere("doctor", "add_arguments"),

@@ -38,7 +38,7 @@ def register() -> None:
 
 
 def _prepare() -> None:
-    """What can fail: the release check, our imports, and the DeepSeek dispatch."""
+    """What can fail: the release check, our imports, the DeepSeek dispatch, the defragmenter's hooks."""
     from .compat import require_tested_sglang
 
     require_tested_sglang()
@@ -47,6 +47,9 @@ def _prepare() -> None:
 
     # Without a handler SGLang sends prefix-free prefill down the non-absorbed path, as if this were "triton".
     AttentionBackendRegistry.register(BACKEND_NAME, absorbed_attention)
+    from .defrag import serving
+
+    serving.register()
 
 
 def create_backend(runner):
@@ -61,7 +64,9 @@ def create_backend(runner):
             f"{type(_error).__name__}: {_error}"
         ) from _error
     from .backend import MlaVerifyBackend
+    from .defrag import serving
 
+    serving.require_installed()
     return MlaVerifyBackend(runner)
 
 

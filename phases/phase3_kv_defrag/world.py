@@ -17,6 +17,7 @@ import torch
 from mla_verify_sglang.defrag.defragmenter import Defragmenter
 from mla_verify_sglang.defrag.holders import Holders
 from mla_verify_sglang.defrag.move import buffers_of
+from mla_verify_sglang.defrag.policy import BestFit
 
 VERSION = importlib.metadata.version("sglang")
 CORES = (None,) if VERSION.startswith("0.5.17") else ("rust", "python")
@@ -67,6 +68,11 @@ class World:
         self.holders = Holders(self.tree, self.requests, growth)
         self.defragmenter = Defragmenter(self.holders, self.buffers)
         self.serial = 0
+
+    def use_policy(self, lane: int) -> None:
+        """Hand slots out by best fit from now on."""
+        if self.page == 1:
+            self.defragmenter.policy = BestFit(self.allocator, lane)
 
     def requests(self) -> list:
         return [*self.live, *self.waiting]
@@ -119,7 +125,7 @@ class World:
         if room > self.rows.max_context_len:
             return False
         if room > have:
-            slots = self._slots(room - have, have, self.row(request))
+            slots = self._slots(request, room - have, have, self.row(request))
             if slots is None:
                 return False
             self.row(request)[have:room] = slots.to(torch.int32)
@@ -230,7 +236,7 @@ class World:
         prefix = self.release.prefix(request)
         whole = len(request.full_untruncated_fill_ids)
         stop = whole if chunk is None else min(whole, len(prefix) + max(chunk, self.page) // self.page * self.page)
-        slots = self._slots(stop - len(prefix), len(prefix), prefix)
+        slots = self._slots(request, stop - len(prefix), len(prefix), prefix)
         if slots is None:
             return False
         self.release.set_extend(request, len(prefix), stop)
@@ -243,7 +249,7 @@ class World:
         self._write(request, len(prefix), stop)
         return True
 
-    def _slots(self, count: int, before: int, row: torch.Tensor) -> torch.Tensor | None:
+    def _slots(self, request, count: int, before: int, row: torch.Tensor) -> torch.Tensor | None:
         """``count`` slots for positions from ``before`` on, evicting what must go; None where that is not enough."""
         from sglang.srt.mem_cache import allocation, common
 
@@ -253,6 +259,8 @@ class World:
         if self.allocator.available_size() < count + self.page * (self.page > 1):
             return None
         if self.page == 1:
+            if self.defragmenter.policy is not None:
+                self.defragmenter.policy.expect([(request.rid, count)])
             return allocation.alloc_token_slots(self.tree, count)
         whole = torch.tensor([before + count])
         start = torch.tensor([before])
@@ -260,14 +268,18 @@ class World:
         return self.allocator.alloc_extend(start, start, whole, whole, last, count)
 
 
-def busy_world(seed: int, page: int = 1, core: str | None = None, **options) -> World:
+def busy_world(seed: int, page: int = 1, core: str | None = None, lane: int = 0) -> World:
     """A world after some traffic: shared prefixes, chunks, draft reserves, a retracted request, scattered slots."""
     order = random.Random(seed)
-    world = World(slots=128 * page, page=page, core=core, **options)
+    world = World(slots=128 * page, page=page, core=core)
+    if lane:
+        world.use_policy(lane)
     world.churn(order)
     for i in range(5):
         family = [(3 * (i % 2) + j * j) % 5 for j in range(20)]
-        world.start(family[: 12 + 2 * i] + [order.randrange(3) for _ in range(order.randrange(1, 8))], 8 if i == 4 else None)  # noqa: E501
+        world.start(
+            family[: 12 + 2 * i] + [order.randrange(3) for _ in range(order.randrange(1, 8))], 8 if i == 4 else None
+        )  # noqa: E501
         if i % 2:
             world.checkpoint(world.live[-1])
     for step in range(6):

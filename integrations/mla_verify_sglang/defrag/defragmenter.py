@@ -5,13 +5,18 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from .holders import Holders, NotNow
 from .move import Point, RowMover, nothing, rows_of
-from .plan import Fragmentation, Layout, measure, moved, plan
+from .plan import Fragmentation, Layout, Moves, measure, moved, plan, where_to
+from .policy import BestFit
 
 logger = logging.getLogger(__name__)
+
+
+class UndoFailedError(RuntimeError):
+    """The pool is neither as it was nor as it should be: nobody may read it any more."""
 
 
 @dataclass
@@ -42,18 +47,20 @@ class Defragmenter:
 
     holders  who holds slots
     buffers  K/V tensors of the target and, where it has slots of the same numbers, of the draft
+    policy   cut anew after every look at the pool
     """
 
-    def __init__(self, holders: Holders, buffers) -> None:
+    def __init__(self, holders: Holders, buffers, policy: BestFit | None = None) -> None:
         self.holders = holders
+        self.policy = policy
         self.mover = RowMover(buffers)
         self.counters = Counters()
         self.latest: Fragmentation | None = None
 
     def run(self, budget_bytes: int | None = None, point: Point = nothing) -> Outcome | None:
-        """Rearrange, moving at most ``budget_bytes``; None when nothing was worth it or nothing could be moved.
+        """Rearrange, moving at most ``budget_bytes`` (None: all); None when nothing was moved.
 
-        Raises what went wrong after everything has been put back.
+        Raises what went wrong after everything has been put back, UndoFailedError where even that failed.
         """
         began = time.perf_counter()
         try:
@@ -68,17 +75,29 @@ class Defragmenter:
         budget = 2 * held if budget_bytes is None else budget_bytes // (self.mover.row_bytes * page)
         moves = plan(layout, budget, page)
         if not len(moves):
+            self._cut(layout, moves)
             return None
+        cause: BaseException | None = None
         try:
             with ExitStack() as undo:
-                point("planned")
-                self.mover.move(rows_of(moves, page), undo, point)
-                self.holders.rewrite(moves, undo, point)
+                try:
+                    point("planned")
+                    if self.policy is not None:
+                        self.policy.forget()
+                    self.mover.move(rows_of(moves, page), undo, point)
+                    self.holders.rewrite(moves, undo, point)
+                except BaseException as error:
+                    cause = error
+                    raise
                 undo.pop_all()
-        except BaseException:
+        except BaseException as error:
             self.counters.failed += 1
+            if error is not cause:
+                raise UndoFailedError(f"K/V rows were moved by half ({cause!r}) and can't be put back") from error
             raise
-        after = self.latest = measure(moved(layout, moves), page)
+        rearranged = moved(layout, moves)
+        self._cut(rearranged, moves)
+        after = self.latest = measure(rearranged, page)
         tokens = len(moves) * page
         outcome = Outcome(before, after, tokens, tokens * self.mover.row_bytes, time.perf_counter() - began)
         self.counters.runs += 1
@@ -87,13 +106,7 @@ class Defragmenter:
         self.counters.seconds += outcome.seconds
         return outcome
 
-    def layout(self) -> Layout:
-        """The pool as it is. Raises NotNow."""
-        return self.holders.read()
-
-    def report(self) -> dict[str, dict]:
-        """Counters and the latest fragmentation, plain numbers."""
-        return {
-            "counters": asdict(self.counters),
-            "fragmentation": asdict(self.latest) if self.latest else {},
-        }
+    def _cut(self, layout: Layout, moves: Moves) -> None:
+        if self.policy is not None:
+            where = where_to(moves, layout.size)
+            self.policy.cut(layout.free, [(name, int(where[last])) for name, last in self.holders.ends])

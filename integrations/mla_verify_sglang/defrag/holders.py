@@ -46,6 +46,7 @@ class Holders:
         self.page: int = self.allocator.page_size
         self.size: int = self.allocator.size // self.page
         self.growth = -(-growth // self.page)
+        self.ends: list[tuple[str, int]] = []  # of the layout read last: requests and their last pages
         self._nodes = _nodes_of(tree)
 
     def read(self) -> Layout:
@@ -62,8 +63,10 @@ class Holders:
         self._require_whole([*units, free])
         index = {key: i for i, (key, _, _) in enumerate(nodes)}
         segments = [(u, index.get(parent, -1), 0) for u, (_, parent, _) in zip(units, nodes, strict=False)]
+        self.ends = []
         for req, own in zip(requests, units[len(nodes) :], strict=True):
             if len(own):
+                self.ends.append((req.rid, int(own[-1])))
                 segments.append((own, index.get(_node_key(req.last_node), -1), self.growth))
         chains, growth = chains_of(segments)
         return Layout(self.size, chains, growth, free)
@@ -71,13 +74,10 @@ class Holders:
     def rewrite(self, moves: Moves, undo: ExitStack, point: Point = nothing) -> None:
         """Tell every holder where its rows are now; ``undo`` tells them the old places again."""
         where = self._slot_map(moves)
-        for _, _, value in self._nodes():
-            point("tree node")
-            _overwrite(value, where[value], undo)
-        for req in self._holding():
-            point("request row")
-            row = self._row(req)[: req.kv.kv_allocated_len]
-            _overwrite(row, where[row.long()].to(row.dtype), undo)
+        point("before the tree")
+        _overwrite([value for _, _, value in self._nodes()], where, undo)
+        point("before the rows of requests")
+        _overwrite([self._row(req)[: req.kv.kv_allocated_len] for req in self._holding()], where, undo)
         for req in _once(self.requests()):
             slots = getattr(req, "prefix_indices", None)
             if slots is not None and len(slots):
@@ -169,12 +169,13 @@ class _UnifiedNodes:
         found: dict[int, Tensor] = {}
         for node in self.known:
             self._try(node, full, found)
-        held, limit = sum(len(v) for v in found.values()), self.next + UNKNOWN_IDS
-        while held < total and self.next < limit:
+        held, began = sum(len(v) for v in found.values()), self.next
+        while held < total and self.next < began + UNKNOWN_IDS:
             if self._try(self.next, full, found):
                 held += len(found[self.next])
             self.next += 1
         if held != total:
+            self.next = began
             raise NotNow(f"the prefix tree has {total} slots of which only {held} were found")
         self.known = sorted(found)
         parents = {info.node_id: info.parent_id for (*_, info) in self.core.collect_path_info(self.known)}
@@ -235,9 +236,15 @@ def _once(requests: Iterable[Any]) -> list[Any]:
     return list({id(req): req for req in requests}.values())
 
 
-def _overwrite(old: Tensor, new: Tensor, undo: ExitStack) -> None:
-    undo.callback(old.copy_, old.clone())
-    old.copy_(new)
+def _overwrite(kept: list[Tensor], where: Tensor, undo: ExitStack) -> None:
+    """Map slot ids where they are kept, all tensors of one dtype in a few launches."""
+    if not kept:
+        return
+    old = torch.cat(kept)
+    new = where[old.long()].to(old.dtype)
+    lengths = [len(t) for t in kept]
+    undo.callback(torch._foreach_copy_, kept, list(old.split(lengths)))
+    torch._foreach_copy_(kept, list(new.split(lengths)))
 
 
 def _assign(thing, name: str, value, undo: ExitStack) -> None:

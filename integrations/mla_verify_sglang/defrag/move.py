@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 import torch
@@ -81,12 +82,18 @@ class RowMover:
 
     def _fused(self, moves: Moves, undo: ExitStack, point: Point) -> None:
         point("before the rows")
-        self.launch(moves)
-        undo.callback(self.launch, moves.back())
+        for i, launch in enumerate(self.prepared(moves)):
+            launch()
+            undo.callback(lambda i=i: self.prepared(moves.back())[i]())
         point("after the rows")
 
     def launch(self, moves: Moves) -> None:
         """Enqueue the moves on the current stream, one launch for each width of row."""
+        for launch in self.prepared(moves):
+            launch()
+
+    def prepared(self, moves: Moves) -> list[Callable[[], None]]:
+        """These launches, with the table of the moves on the device already."""
         from .move_kernel import move_paths
 
         if self._groups is None:
@@ -97,8 +104,8 @@ class RowMover:
                 words: torch.tensor(bases, dtype=torch.int64, device=self.device) for words, bases in groups.items()
             }
         table = torch.from_numpy(np.concatenate([moves.src, moves.dst, moves.starts])).to(self.device)
-        for words, bases in self._groups.items():
-            move_paths(bases, words, table, len(moves), len(moves.starts) - 1)
+        paths = len(moves.starts) - 1
+        return [partial(move_paths, bases, words, table, len(moves), paths) for words, bases in self._groups.items()]
 
 
 def _words(buffer: Tensor) -> Tensor:

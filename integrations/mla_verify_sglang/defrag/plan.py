@@ -18,7 +18,7 @@ import numpy as np
 
 LONG = 64  # tokens; a run of this length is copied as well as any longer one, and is left where it is
 PIECE = 4096  # units; the longest stretch that is looked at as a whole
-TRIES = 256  # windows looked for in one plan: bounds the time it takes
+TRIES, MISSES = 256, 16  # stretches looked at in one plan, and in a row for nothing: bounds the time it takes
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,40 +139,60 @@ def plan(layout: Layout, budget: int, page: int = 1) -> Moves:
     Stretches of short runs are moved, the most runs for each unit first, into the smallest free run that holds them
     (and the growth of their chain). Where there is none, they change places with the neighbours that lose least.
     """
+    if budget < 2:
+        return moves_of(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
     board, left = _Board(layout), budget
     long = max(1, -(-LONG // page))
+    misses = 0
     for stretch, growth in _stretches(layout, long, min(PIECE, budget))[:TRIES]:
-        if left < 2:
+        if left < 2 or misses == MISSES:
             break
-        left -= board.place(stretch[:left], growth, left)
+        took = board.place(stretch[:left], growth, left)
+        misses = 0 if took else misses + 1
+        left -= took
     return moves_of(board.units, board.now[board.units])
 
 
 def moves_of(src: np.ndarray, dst: np.ndarray) -> Moves:
     """Order a one-to-one map into paths; units that stay are left out."""
-    goes = dict(zip(src[src != dst].tolist(), dst[src != dst].tolist(), strict=True))
-    comes = {d: s for s, d in goes.items()}
-    if len(comes) != len(goes):
-        raise ValueError("two units would move to one place")
-    order: list[tuple[int, int]] = []
-    starts = [0]
-    ends = sorted(d for d in comes if d not in goes)
-    for unit in ends:
-        while unit in comes:
-            source = comes.pop(unit)
-            order.append((source, unit))
-            unit = source
-        starts.append(len(order))
-    for first in sorted(comes):
-        unit = first
-        while unit in comes:
-            source = comes.pop(unit)
-            order.append((source, unit))
-            unit = source
-        if len(order) > starts[-1]:
-            starts.append(len(order))
-    both = np.array(order, dtype=np.int64).reshape(-1, 2)
-    return Moves(both[:, 0].copy(), both[:, 1].copy(), np.array(starts, dtype=np.int64))
+    goes = src != dst
+    src, dst = src[goes].astype(np.int64), dst[goes].astype(np.int64)
+    count = len(src)
+    if not count:
+        return Moves(src, dst, np.zeros(1, dtype=np.int64))
+    leaves = np.full(max(src.max(), dst.max()) + 1, -1, dtype=np.int64)  # the move that empties a unit
+    leaves[src] = np.arange(count)
+    if len(np.unique(dst)) != count or (leaves[src] != np.arange(count)).any():
+        raise ValueError("two units would move to one place, or one to two")
+    # The move before a move is the one that empties its destination; the first of a path has none.
+    before = leaves[dst]
+    first, _, smallest = _follow(before, dst)
+    ring = first < 0
+    before[ring & (dst == smallest)] = -1  # a ring begins at its smallest unit
+    first, rank, _ = _follow(before, dst)
+    order = np.lexsort((rank, dst[first]))
+    starts = np.append(np.flatnonzero(rank[order] == 0), count)
+    return Moves(src[order], dst[order], starts.astype(np.int64))
+
+
+def _follow(before: np.ndarray, unit: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For each move the first of its path, how many come before it, and the smallest unit among them.
+
+    Every round looks twice as far back. In a ring nothing is first (-1), and its smallest unit is found.
+    """
+    count = len(before)
+    first = np.where(before < 0, np.arange(count), -1)
+    back, rank, smallest = before.copy(), (before >= 0).astype(np.int64), unit.copy()
+    for _ in range(max(1, int(count).bit_length())):
+        more = np.flatnonzero(back >= 0)
+        if not len(more):
+            break
+        there = back[more]
+        smallest[more] = np.minimum(smallest[more], smallest[there])
+        first[more] = first[there]
+        rank[more] += rank[there]
+        back[more] = back[there]
+    return first, rank, smallest
 
 
 def where_to(moves: Moves, size: int) -> np.ndarray:
@@ -229,12 +249,14 @@ _Swap = tuple[np.ndarray, np.ndarray]  # sources, destinations
 
 
 class _Board:
-    """The pool while a plan is made. Pieces name units as they were at the start; ``now`` says where they went."""
+    """The pool while a plan is made. Pieces name units as they were at the start; ``now`` says where they went and
+    ``was`` who is there. A swap touches the units that it moves and their neighbours, whatever the size of the pool."""
 
     def __init__(self, layout: Layout) -> None:
         n = layout.size + 2
         self.size = layout.size
-        self.now = np.arange(n)
+        self.now, self.was = np.arange(n), np.arange(n)
+        self.where = np.arange(n)  # scratch: where a swap puts each unit
         self.units = np.concatenate([np.zeros(0, dtype=np.int64), *layout.chains])
         self.after = np.full(n, -1, dtype=np.int64)  # unit of the next token of the chain
         self.before = np.full(n, -1, dtype=np.int64)
@@ -267,18 +289,22 @@ class _Board:
         return len(swap[0])
 
     def _apply(self, src: np.ndarray, dst: np.ndarray) -> None:
-        where = np.arange(len(self.held))
-        where[src] = dst
-        self.now = where[self.now]
-        units = np.flatnonzero(self.held)
-        before, after = self.before[units], self.after[units]
-        for links in (self.before, self.after):
-            links.fill(-1)
-        self.held.fill(False)
-        self.held[where[units]] = True
-        self.before[where[units]] = np.where(before >= 0, where[before], -1)
-        self.after[where[units]] = np.where(after >= 0, where[after], -1)
+        before, after = self._mapped(src, dst, self.before[src]), self._mapped(src, dst, self.after[src])
+        was = self.was[src]
+        for links, none in ((self.held, False), (self.before, -1), (self.after, -1)):
+            links[src] = none
+        self.now[was], self.was[dst], self.held[dst] = dst, was, True
+        self.before[dst], self.after[dst] = before, after
+        self.after[before[before >= 0]] = dst[before >= 0]
+        self.before[after[after >= 0]] = dst[after >= 0]
         self._survey()
+
+    def _mapped(self, src: np.ndarray, dst: np.ndarray, units: np.ndarray) -> np.ndarray:
+        """Where ``units`` are after a swap; -1 stays."""
+        self.where[src] = dst
+        found = np.where(units >= 0, self.where[units], -1)
+        self.where[src] = src
+        return found
 
     def _best(self, piece: np.ndarray, growth: int, most: int) -> _Swap | None:
         best: tuple[tuple[int, int, int], _Swap] | None = None
@@ -304,12 +330,11 @@ class _Board:
 
     def _cheapest_window(self, m: int) -> int:
         """Start of the window of ``m`` units whose occupants lose the fewest neighbours, then are the fewest."""
-        starts = np.arange(1, self.size - m + 2)
-        if not len(starts):
+        if m > self.size:
             return -1
-        joined = self.joined[starts + m] - self.joined[starts - 1]
-        taken = self.taken[starts + m] - self.taken[starts]
-        return int(starts[np.argmin(joined * (m + 1) + taken)])
+        joined = self.joined[m + 1 :] - self.joined[: self.size - m + 1]
+        taken = self.taken[m + 1 :] - self.taken[1 : self.size - m + 2]
+        return 1 + int(np.argmin(joined * (m + 1) + taken))
 
     def _swap(self, piece: np.ndarray, start: int) -> _Swap:
         """``piece`` into the window at ``start``; who was there takes the places that the piece left."""
@@ -326,10 +351,10 @@ class _Board:
 
     def _gain(self, src: np.ndarray, dst: np.ndarray) -> int:
         """How many breaks between a token and its successor the swap removes."""
-        where = np.arange(len(self.held))
-        where[src] = dst
         before = self.before[src]
         first = np.unique(np.concatenate([src, before[before >= 0]]))
         first = first[self.after[first] >= 0]
         second = self.after[first]
-        return int((second != first + 1).sum()) - int((where[second] != where[first] + 1).sum())
+        return int((second != first + 1).sum()) - int(
+            (self._mapped(src, dst, second) != self._mapped(src, dst, first) + 1).sum()
+        )
