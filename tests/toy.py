@@ -27,6 +27,7 @@ def test_skips():
 def test_xfails():
     assert False
 
+@pytest.mark.xdist_group("figures")
 @pytest.mark.parametrize("n", [3, 5, 4])
 def test_figure(n, gate_metrics):
     gate_metrics["ratio"] = n

@@ -442,7 +442,7 @@ class Runner:
         report, log = self._logs / f"{name}.jsonl", self._logs / f"{name}.log"
         report.touch()
         nodes = list(dict.fromkeys(gate.run.test or "" for gate in gates))
-        workers = ["-n", str(jobs)] if jobs > 1 else []
+        workers = ["-n", str(jobs), "--dist", "loadgroup"] if jobs > 1 else []
         command = [python, "-m", "mla_verify_bench.pytest_plugin", str(report), *workers, *nodes]
         waiting = list(gates)
         events = _Events(report)

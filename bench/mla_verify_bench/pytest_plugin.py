@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -69,11 +70,11 @@ class Reporter:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
-        self._write("collected", nodes=list(ids))  # each worker collects the same
+        self._write("collected", nodes=[_plain(node) for node in ids])  # each worker collects the same
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._open[nodeid] = {"outcome": "passed", "reason": "", "seconds": 0.0}
-        self._write("start", node=nodeid)
+        self._write("start", node=_plain(nodeid))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         test = self._open[report.nodeid]
@@ -91,7 +92,12 @@ class Reporter:
             if key == _KEY:
                 test.update(told)
         if report.when == "teardown":
-            self._write("end", node=report.nodeid, **self._open.pop(report.nodeid))
+            self._write("end", node=_plain(report.nodeid), **self._open.pop(report.nodeid))
+
+
+def _plain(node: str) -> str:
+    """Without the group that pytest-xdist appends to the tests that share a worker."""
+    return re.sub(r"@[\w-]+$", "", node)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -99,6 +105,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "xdist_group(name): tests that share a worker of pytest-xdist")
     path = config.getoption("--gate-report")
     if path and not hasattr(config, "workerinput"):  # a worker of pytest-xdist reports to the process that started it
         config.pluginmanager.register(Reporter(path), "mla_verify_gate_reporter")

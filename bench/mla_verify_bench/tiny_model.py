@@ -14,6 +14,11 @@ loop hides a wrong mask: whatever the attention says, the loop goes on. So the w
 A walk over a cycle is what n-gram speculation guesses well: two requests that pass the same words mostly
 agree, and where they do not, its trees branch.
 
+Where engines of 16-bit weights are compared, every choice is a chance for rounding to decide. ``forks`` makes
+choices rare: elsewhere the next word leads by a wide margin. ``predictable`` sets words apart on a cycle of
+their own, without forks: a text that n-grams guess entirely once they have seen it, beside one that they don't.
+``width`` gives a wide model, for timing, the text of a narrow one: over many columns attention averages out.
+
 Everything is drawn from ``TinyModel.seed``; torch, safetensors and tokenizers load when a function needs
 them.
 """
@@ -33,26 +38,35 @@ SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
 
 @dataclass(frozen=True)
 class TinyModel:
-    """Sizes and seed. ``context`` is the longest sequence, prompt and output together (up to 8,192)."""
+    """Sizes and seed. ``context`` is the longest sequence, prompt and output together (up to 262,144)."""
 
     context: int = 2048
     vocab: int = 512
     hidden: int = 256
+    width: int = 0  # columns of the hidden state that carry anything, the rest are 0; 0 = all
     layers: int = 2
     heads: int = 4
     seed: int = 0
     dtype: str = "float32"
     sharpness: float = 2.0  # standard deviation of the attention scores: neff keys of n carry weight, n / e**4
     attention_gain: float = 1.0  # standard deviation of a layer's attention output where a single key carries it all
-    preference: tuple[float, ...] = (1.0, 0.93, 0.87)  # of the next words on the cycle
+    preference: tuple[float, ...] = (1.0, 0.93, 0.87)  # of the next words on the cycle, where attention chooses
+    forks: float = 1.0  # share of the words after which attention chooses
+    predictable: int = 0  # words of a second cycle, on which it never does
 
     def __post_init__(self) -> None:
-        if not 16 <= self.context <= 8192:
-            raise ValueError(f"context is {self.context}; the tiny model serves 16 to 8192 tokens")
+        if not 16 <= self.context <= 262_144:
+            raise ValueError(f"context is {self.context}; the tiny model serves 16 to 262144 tokens")
         if self.vocab < 64:
             raise ValueError(f"vocab is {self.vocab}; a cycle worth walking needs at least 64 words")
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"dtype is {self.dtype!r}; expected float32, bfloat16 or float16")
+        if not 0 <= self.width <= self.hidden:
+            raise ValueError(f"width is {self.width}; expected 0 to hidden, {self.hidden}")
+        if not 0 <= self.forks <= 1:
+            raise ValueError(f"forks is {self.forks}; expected a share from 0 to 1")
+        if not 0 <= self.predictable <= self.vocab - len(SPECIAL) - 16:
+            raise ValueError(f"predictable is {self.predictable}; at least 16 of {self.vocab} words stay on the cycle")
 
 
 def config(model: TinyModel) -> dict:
@@ -110,35 +124,61 @@ def config(model: TinyModel) -> dict:
     }
 
 
+CERTAIN = (1.0, 0.3, 0.1)  # preferences where attention has no choice
+LOGIT_SCALE = 16  # the largest logit is near it
+
+
 def cycle(model: TinyModel) -> list[int]:
-    """The token ids in the order of the walk. Special tokens are not on it."""
-    words = list(range(len(SPECIAL), model.vocab))
+    """The token ids in the order of the walk. Special tokens and predictable words are not on it."""
+    words = list(range(len(SPECIAL), model.vocab - model.predictable))
     random.Random(f"cycle {model.seed}").shuffle(words)
     return words
 
 
-def weights(model: TinyModel) -> dict:
-    """Every tensor of the checkpoint, by name."""
+def predictable_cycle(model: TinyModel) -> list[int]:
+    """The token ids of the cycle on which attention never chooses, in the order of the walk."""
+    words = list(range(model.vocab - model.predictable, model.vocab))
+    random.Random(f"predictable cycle {model.seed}").shuffle(words)
+    return words
+
+
+def weights(model: TinyModel, device: str = "cpu") -> dict:
+    """Every tensor of the checkpoint, by name. Each device draws weights of its own from the seed."""
     import torch
 
     dtype = getattr(torch, model.dtype)
-    generator = torch.Generator().manual_seed(model.seed)
+    generator = torch.Generator(device).manual_seed(model.seed)
 
     def normal(rows: int, columns: int, gain: float = 1.0):
         # An input of unit variance gives an output of standard deviation ``gain``.
-        return torch.randn(rows, columns, generator=generator) * gain / columns**0.5
+        drawn = torch.randn(rows, columns, generator=generator, device=device)
+        return (drawn * gain / columns**0.5).to(dtype)
 
-    hidden, heads = model.hidden, model.heads
+    hidden, heads, width = model.hidden, model.heads, model.width or model.hidden
+
+    def written(weight):
+        # What is added to the hidden state: to its first columns alone, so that much more to each.
+        weight[width:] = 0
+        return weight * (hidden / width) ** 0.5
+
     # Unit rows times sqrt(hidden): RMSNorm leaves an embedding as it is.
-    embedding = torch.nn.functional.normalize(torch.randn(model.vocab, hidden, generator=generator)) * hidden**0.5
-    order = torch.tensor(cycle(model))
-    head = torch.zeros(model.vocab, hidden)
-    for step, preference in enumerate(model.preference, start=1):
-        head[order.roll(-step)] += preference * embedding[order] / hidden
+    drawn = torch.randn(model.vocab, hidden, generator=generator, device=device)
+    drawn[:, width:] = 0
+    embedding = torch.nn.functional.normalize(drawn) * hidden**0.5
+    head = torch.zeros(model.vocab, hidden, device=device)
+    for words, forks in ((cycle(model), model.forks), (predictable_cycle(model), 0.0)):
+        order = torch.tensor(words, dtype=torch.int64, device=device)
+        draw = random.Random(f"forks {model.seed}").random
+        forked = torch.tensor([draw() < forks for _ in words], dtype=torch.bool, device=device)[:, None]
+        for step in range(1, 1 + max(len(model.preference), len(CERTAIN))):
+            chosen, sure = (p[step - 1] if step <= len(p) else 0.0 for p in (model.preference, CERTAIN))
+            head[order.roll(-step)] += torch.where(forked, chosen, sure) * embedding[order] / hidden
+    # What all layers add to an embedding does not grow with their number.
+    share = (2 / model.layers) ** 0.5
     tensors = {
         "model.embed_tokens.weight": embedding,
         "model.norm.weight": torch.ones(hidden),
-        "lm_head.weight": head * 16,
+        "lm_head.weight": head * LOGIT_SCALE,
     }
     for i in range(model.layers):
         p = f"model.layers.{i}."
@@ -149,16 +189,19 @@ def weights(model: TinyModel) -> dict:
             p + "self_attn.kv_a_proj_with_mqa.weight": normal(LATENT_DIM + ROPE_DIM, hidden),
             p + "self_attn.kv_a_layernorm.weight": torch.ones(LATENT_DIM),
             p + "self_attn.kv_b_proj.weight": normal(heads * (NOPE_DIM + VALUE_DIM), LATENT_DIM),
-            p + "self_attn.o_proj.weight": normal(hidden, heads * VALUE_DIM, model.attention_gain),
+            p + "self_attn.o_proj.weight": written(normal(hidden, heads * VALUE_DIM, model.attention_gain * share)),
             p + "mlp.gate_proj.weight": normal(hidden, hidden),
             p + "mlp.up_proj.weight": normal(hidden, hidden),
-            p + "mlp.down_proj.weight": normal(hidden, hidden, 0.3),
+            p + "mlp.down_proj.weight": written(normal(hidden, hidden, 0.3 * share)),
         }
     return {name: t.to(dtype).contiguous() for name, t in tensors.items()}
 
 
-def write(path: str | Path, model: TinyModel | None = None) -> Path:
-    """Write the checkpoint folder (config, weights, word-level tokenizer) to ``path`` and return it."""
+def write(path: str | Path, model: TinyModel | None = None, device: str = "cpu") -> Path:
+    """Write the checkpoint folder (config, weights, word-level tokenizer) to ``path`` and return it.
+
+    ``device`` draws the weights: a GPU draws 10 GB in a second.
+    """
     from safetensors.torch import save_file
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -181,7 +224,7 @@ def write(path: str | Path, model: TinyModel | None = None) -> Path:
             "model_max_length": model.context,
         },
     )
-    save_file(weights(model), str(path / "model.safetensors"), metadata={"format": "pt"})
+    save_file(weights(model, device), str(path / "model.safetensors"), metadata={"format": "pt"})
     return path
 
 

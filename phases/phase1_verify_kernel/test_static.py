@@ -15,6 +15,8 @@ from mla_verify.cuda_kernels import BLOCK_ROWS, THREADS, VARIANTS, Variant
 for module in ("cuda.core", "cuda.bindings.nvrtc", "triton"):
     pytest.importorskip(module, reason="needs cuda-core, nvidia-cuda-nvrtc and Triton's cuobjdump")
 
+pytestmark = pytest.mark.xdist_group("cubins")  # one worker compiles them, not all at once
+
 TARGETS = (90, 100, 103, 120, 121)
 OLDER = (80, 86, 89)  # cp.async in place of bulk copies; no e4m3 below 89
 SHARED_PER_BLOCK = 101_376  # what sm_120 lets a block have; others have more

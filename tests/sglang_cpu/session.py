@@ -1,0 +1,371 @@
+"""SGLang engines that stay up and are given one job after another, several at once where there is a GPU.
+
+A ``Session`` is an engine in a process of its own: this file, run with a JSON file of its options. It reads a job
+per line and appends a reply per line to ``replies.jsonl``, so what was finished is on disk. The same code serves
+a GPU and the CPU engine; ``device_options`` is where they differ.
+
+``first_differences`` says what two runs have in common: the rule of all gates that compare tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PERIOD_S = 0.02
+ROUNDING = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-24}  # half a unit in the last place, relative
+ABRIDGE = "MLA_VERIFY_ABRIDGED_PREFILL"
+Job = dict[str, Any]
+Reply = dict[str, Any]
+
+
+def device_options(gpu: bool, dtype: str) -> dict[str, Any]:
+    """Options that every engine of these tests gets."""
+    shared = {
+        "dtype": dtype,
+        "skip_tokenizer_init": True,  # token ids in, token ids out
+        "skip_server_warmup": True,
+        "log_level": "info",
+        "decode_log_interval": 1,
+        "watchdog_timeout": 3600,
+        "random_seed": 0,
+    }
+    if gpu:
+        return shared
+    return shared | {"device": "cpu", "disable_cuda_graph": True, "sleep_on_idle": True}
+
+
+class Session:
+    """An engine that is starting or up. ``ask`` waits for it."""
+
+    def __init__(self, folder: Path, options: dict[str, Any], *, gpu: bool, abridged_prefill: bool = False) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._replies = folder / "replies.jsonl"
+        self._log, self._read = folder / "log.txt", 0
+        self._replies.unlink(missing_ok=True)
+        (folder / "options.json").write_text(json.dumps({"nccl_port": _free_port()} | options))
+        python, here = Path(sys.executable), Path(__file__).resolve()
+        paths = [str(write_entry_point(folder / "plugin")), *filter(None, [os.environ.get("PYTHONPATH")])]
+        more = {"PYTHONPATH": os.pathsep.join(paths), ABRIDGE: "1" if abridged_prefill else ""}
+        if gpu:
+            environ = {**os.environ, **more}
+        else:
+            from engine import environment
+
+            environ = environment(python, MLA_VERIFY_IMPL="reference", **more)
+        with self._log.open("w") as sink:
+            self._process = subprocess.Popen(
+                [str(python), str(here), str(folder / "options.json"), str(self._replies)],
+                stdin=subprocess.PIPE, stdout=sink, stderr=subprocess.STDOUT, cwd=folder, env=environ,
+                start_new_session=True, text=True,
+            )  # fmt: skip
+        self.started: Reply | None = None
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def wait(self, timeout: float = 900) -> Reply:
+        """Wait until the engine is up; what it says of itself."""
+        if self.started is None:
+            self.started = self._next(timeout)
+        return self.started
+
+    def ask(self, job: Job, timeout: float = 1800) -> Reply:
+        self.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        return self._next(timeout)
+
+    def _next(self, timeout: float) -> Reply:
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            ended = self._process.poll() is not None
+            if self._replies.exists() and self._replies.stat().st_size > self._read:
+                with self._replies.open() as file:
+                    file.seek(self._read)
+                    line = file.readline()
+                if line.endswith("\n"):
+                    self._read += len(line)
+                    return json.loads(line)
+            if ended:
+                raise RuntimeError(f"the engine {self.folder.name} ended; {self._last_words()}")
+            time.sleep(PERIOD_S)
+        raise RuntimeError(f"the engine {self.folder.name} said nothing for {timeout:.0f} s; {self._last_words()}")
+
+    def _last_words(self) -> str:
+        """The last error of the log, for a record; the log's end goes to stderr, for a person."""
+        log = self.log
+        print(f"--- log of the engine {self.folder.name} ends:\n{log[-5000:]}", file=sys.stderr)
+        errors = [line.strip() for line in log.splitlines() if "Error" in line]
+        return f"its log says: {errors[-1][:300]}" if errors else "its log names no error"
+
+    def stop(self) -> None:
+        """End the engine and all its children."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.wait()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An engine's options and the jobs it is given, by name and in order."""
+
+    options: dict[str, Any]
+    jobs: dict[str, Job]
+
+
+def run_all(folder: Path, plans: dict[str, Plan], *, gpu: bool, at_once: int) -> dict[str, Reply | Exception]:
+    """Run each plan on an engine of its own, ``at_once`` of them together.
+
+    By plan: its replies by job, ``log`` and ``start`` (what the engine said of itself when it was up); an exception
+    where it failed, so that one engine's end costs only the gates that need it.
+    """
+
+    sessions: list[Session] = []
+
+    def run(name: str) -> Reply | Exception:
+        try:
+            with Session(folder / name, plans[name].options, gpu=gpu) as session:
+                sessions.append(session)
+                replies = {"start": session.wait()}
+                for job, what in plans[name].jobs.items():
+                    replies[job] = session.ask(what)
+                return replies | {"log": session.log}
+        except Exception as error:  # noqa: BLE001 - raised by the tests that need this engine
+            return error
+
+    with ThreadPoolExecutor(max(1, at_once)) as pool:
+        try:
+            return dict(zip(plans, pool.map(run, plans), strict=True))
+        except BaseException:  # Ctrl-C: the threads end when their engines do
+            pool.shutdown(wait=False, cancel_futures=True)
+            for session in sessions:
+                session.stop()
+            raise
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+# ---- comparing tokens ----
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place where two answers to one prompt differ; what follows is of no account."""
+
+    request: int
+    token: int
+    pair: tuple[int, int]
+    gap: float | None  # the larger of the two engines' top-2 logprob gaps there; None where one has another runner-up
+    near_tie: bool
+
+    def __str__(self) -> str:
+        gap = "not between the top two" if self.gap is None else f"gap {self.gap:.4g}"
+        return f"request {self.request}, token {self.token}: {self.pair[0]} and {self.pair[1]}, {gap}"
+
+
+def first_differences(a: Reply, b: Reply, *, dtype: str, largest_logit: float) -> list[Difference]:
+    """First differences between two replies to the same prompts, one for each request that has one.
+
+    A near tie: in both engines the two tokens are the top two, and no further apart than rounding the two logits to
+    ``dtype`` can put them, in each of the two engines: four times half a unit in the last place.
+    """
+    limit = 4 * ROUNDING[dtype] * largest_logit
+    found = []
+    for i, (mine, theirs) in enumerate(zip(a["tokens"], b["tokens"], strict=True)):
+        at = next((k for k, (x, y) in enumerate(zip(mine, theirs, strict=False)) if x != y), None)
+        if at is None:
+            continue
+        pair = mine[at], theirs[at]
+        gaps = [side["top2"][i][at] for side in (a, b)]
+        among = all({first, second} == set(pair) for _, first, second in gaps)
+        gap = max(g for g, _, _ in gaps) if among else None
+        found.append(Difference(i, at, pair, gap, gap is not None and gap <= limit))
+    return found
+
+
+def require_near_ties(differences: Sequence[Difference], what: str) -> None:
+    wrong = [str(d) for d in differences if not d.near_tie]
+    assert not wrong, f"{what}: {len(wrong)} differences that rounding does not explain: {'; '.join(wrong[:5])}"
+
+
+# ---- timing steps ----
+
+
+def step_times(marks: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
+    """(ms, tokens) of each step of a streamed answer but the first, which the end of the prefill overlaps.
+
+    ``marks`` as in a reply. SGLang counts verify steps only at an answer's end. Each is an arrival of its own, or else
+    some came together: then there is one sample, the mean of them all.
+    """
+    found = [(1e3 * (b[0] - a[0]), b[1] - a[1]) for a, b in zip(marks, marks[1:], strict=False)]
+    verified = marks[-1][2] if marks else 0
+    if not verified:  # no speculation: a token is a step
+        return [(ms / tokens, 1) for ms, tokens in found[1:] if tokens]
+    if len(found) != verified:
+        return [(sum(ms for ms, _ in found) / verified, sum(tokens for _, tokens in found) / verified)]
+    return found[1:]
+
+
+# ---- the engine's own process ----
+
+
+def register() -> None:
+    """The plugin: the scheduler also tells its free slots; long prefills leave attention out, where that is asked.
+
+    An abridged prefill writes K/V of the right shape and place, of hidden states that no attention has changed, alike
+    for every backend. It builds a deep context in seconds where only the steps after it are measured.
+    """
+    from sglang.srt.managers.scheduler import Scheduler
+
+    tell = Scheduler.get_internal_state
+
+    def get_internal_state(self, request):
+        reply = tell(self, request)
+        reply.internal_state["free_slots"] = int(self.token_to_kv_pool_allocator.available_size())
+        return reply
+
+    Scheduler.get_internal_state = get_internal_state
+    if os.environ.get(ABRIDGE):
+        from mla_verify_sglang.backend import MlaVerifyBackend
+        from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+        for backend in (MlaVerifyBackend, TritonAttnBackend):
+            _abridge(backend)
+
+
+SHORT = 64  # new tokens up to which a prefill is whole, so that the text's end has seen its context
+
+
+def _abridge(backend: type) -> None:
+    attend = backend.forward_extend
+
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
+        if not forward_batch.forward_mode.is_extend_without_speculative() or len(q) <= SHORT:
+            return attend(self, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        if k is not None and save_kv_cache:
+            self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+        return q.new_zeros(len(q), layer.tp_q_head_num * layer.v_head_dim)
+
+    backend.forward_extend = forward_extend
+
+
+def write_entry_point(folder: Path) -> Path:
+    """Write a distribution that names ``register``, which an engine with ``folder`` on its path loads."""
+    info = folder / "mla_verify_session-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mla-verify-session\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(
+        "[sglang.srt.plugins]\nmla_verify_session = mla_verify_session:register\n"
+    )  # fmt: skip
+    (folder / "mla_verify_session.py").write_text(Path(__file__).read_text())
+    return folder
+
+
+async def _generate(engine, job: Job) -> Reply:
+    """Jobs: ``name``; ``prompts``; ``tokens``, a number or one each; ``abort_after``, tokens or 0 each; ``at_once``;
+    ``stream``; ``logprobs``; ``flush``, the cache before all else. A job without prompts asks for the engine's state.
+
+    Replies, by request: ``tokens``, ``top2`` (logprob gap, first, second) of each token, ``cached``, ``verify_steps``,
+    ``finish``; of streamed ones ``marks``, (seconds, tokens, verify steps) at each arrival. And ``seconds`` of the job.
+    """
+    prompts = job["prompts"]
+    count = job["tokens"] if isinstance(job["tokens"], list) else [job["tokens"]] * len(prompts)
+    aborts = job.get("abort_after") or [0] * len(prompts)
+    free = asyncio.Semaphore(job.get("at_once") or len(prompts))
+    logprobs = job.get("logprobs", True)
+
+    async def one(i: int) -> dict[str, Any]:
+        stream = bool(aborts[i] or job.get("stream"))
+        options = {"return_logprob": True, "top_logprobs_num": 2} if logprobs else {}
+        rid, marks = f"{job['name']}-{i}", []
+        async with free:
+            began = time.perf_counter()
+            answer = await engine.async_generate(
+                input_ids=prompts[i], stream=stream, rid=rid, **options,
+                sampling_params={"temperature": 0, "max_new_tokens": count[i], "ignore_eos": True},
+            )  # fmt: skip
+            if not stream:
+                return {"last": answer, "marks": marks}
+            last = None
+            async for last in answer:
+                done = len(last["output_ids"])
+                marks.append((time.perf_counter() - began, done, last["meta_info"].get("spec_verify_ct", 0)))
+                if aborts[i] and done >= aborts[i]:
+                    engine.tokenizer_manager.abort_request(rid)
+        return {"last": last, "marks": marks}
+
+    replies = await asyncio.gather(*map(one, range(len(prompts))))
+    metas = [r["last"]["meta_info"] for r in replies]
+    return {
+        "tokens": [r["last"]["output_ids"] for r in replies],
+        "top2": [[(x[0] - y[0], x[1], y[1]) for x, y in meta.get("output_top_logprobs") or []] for meta in metas],
+        "cached": [meta.get("cached_tokens", 0) for meta in metas],
+        "verify_steps": [meta.get("spec_verify_ct", 0) for meta in metas],
+        "finish": [(meta.get("finish_reason") or {}).get("type", "") for meta in metas],
+        "marks": [r["marks"] for r in replies],
+    }
+
+
+def _flush(engine) -> None:
+    for _ in range(100):  # refused until the scheduler has seen the last request end
+        if engine.flush_cache().success:
+            return
+        time.sleep(0.05)
+    raise RuntimeError("the cache could not be flushed: some request is still running")
+
+
+def _state(engine) -> Reply:
+    """The first scheduler's internal state: numbers and flags."""
+    state = engine.get_server_info()["internal_states"][0]
+    return {k: v for k, v in state.items() if isinstance(v, (int, float, str, bool)) or k == "memory_usage"}
+
+
+def main(options: Path, replies: Path) -> None:
+    import sglang
+
+    def say(reply: Reply) -> None:
+        with replies.open("a") as file:
+            file.write(json.dumps(reply) + "\n")
+
+    began = time.monotonic()
+    engine = sglang.Engine(**json.loads(options.read_text()))
+    say(_state(engine) | {"seconds": time.monotonic() - began})
+    for line in sys.stdin:
+        job = json.loads(line)
+        began = time.monotonic()
+        if job.get("flush"):
+            _flush(engine)
+        reply = engine.loop.run_until_complete(_generate(engine, job)) if "prompts" in job else _state(engine)
+        say(reply | {"seconds": time.monotonic() - began})
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
