@@ -255,9 +255,13 @@ class MlaVerifyBackend(AttentionBackend):
     def _mask_words(self, spec_info, seq_lens: Tensor, batch: int, nodes: int) -> Tensor | None:
         """The packed trees of a verify batch from SGLang's mask, either layout; None where there is none.
 
-        The layouts differ in size: QLEN_ONLY has batch * nodes ** 2 entries, FULL_MASK that plus nodes for
-        each prefix token. Our own ``verify_mask`` is QLEN_ONLY whatever its size.
+        DDTREE hands over packed words. The layouts of a mask differ in size: QLEN_ONLY has batch * nodes ** 2
+        entries, FULL_MASK that plus nodes for each prefix token. Our own ``verify_mask`` is QLEN_ONLY whatever its
+        size.
         """
+        words = getattr(spec_info, "tree_words", None)
+        if words is not None:
+            return words[: batch * nodes]
         mask = getattr(spec_info, "custom_mask", None)
         if mask is None or nodes == 1:
             return None

@@ -38,7 +38,7 @@ def register() -> None:
 
 
 def _prepare() -> None:
-    """What can fail: the release check, our imports, the DeepSeek dispatch, the defragmenter's hooks."""
+    """What can fail: the release check, our imports, the DeepSeek dispatch, DDTREE, the defragmenter's hooks."""
     from .compat import require_tested_sglang
 
     require_tested_sglang()
@@ -47,8 +47,10 @@ def _prepare() -> None:
 
     # Without a handler SGLang sends prefix-free prefill down the non-absorbed path, as if this were "triton".
     AttentionBackendRegistry.register(BACKEND_NAME, absorbed_attention)
+    from .ddtree import algorithm
     from .defrag import serving
 
+    algorithm.register()
     serving.register()
 
 
