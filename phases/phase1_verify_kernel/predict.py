@@ -16,9 +16,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench_cuda import ROW_BYTES, ROW_FLOP
 from mla_verify_bench import records
+from mla_verify_bench.diagnose import GPUS
 
-KEYS, ROW_BYTES, ROW_FLOP, FIXED_US = 16, 1152, 2 * (576 + 512), 8.0  # fixed: launches, first tiles, merge at few rows
+from bench import Shape
+
+KEYS, FIXED_US = 16, 8.0  # fixed: launches, first tiles, merge at few rows
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,15 @@ class Card:
         return self.mma_tflops * 1e3 / self.multiprocessors / self.clock_ghz
 
 
-MEASURED_CARDS = {"NVIDIA H200": Card("H200", 132, 1.98, 4800, 0)}
-CARDS = [Card("RTX PRO 6000", 188, 2.6, 1792, 504), Card("RTX 5090", 170, 2.4, 1792, 209.5)]
+def bandwidth(name: str) -> float:
+    return GPUS[name.lower()][0]
+
+
+MEASURED_CARDS = {"NVIDIA H200": Card("H200", 132, 1.98, bandwidth("H200"), 0)}
+CARDS = [
+    Card("RTX PRO 6000", 188, 2.6, bandwidth("RTX PRO 6000"), 504),
+    Card("RTX 5090", 170, 2.4, bandwidth("RTX 5090"), 209.5),
+]
 SHAPES = [(8, 1), (16, 1), (8, 8), (8, 16), (16, 16), (64, 64)]
 LENGTH = 185_000
 
@@ -59,7 +70,7 @@ def newest(results: Path) -> Measured | None:
         card = MEASURED_CARDS.get(gpu.name) if gpu else None
         for run in record.runs if card and record.phase == "phase1" else ():
             if "mma_flop_s" in run.metrics:
-                names = {(h, n): f"cuda H={h} N={n} L={LENGTH}" for h, n in SHAPES}
+                names = {(h, n): f"cuda {Shape(h, n, LENGTH)}" for h, n in SHAPES}
                 us = {at: run.samples[name].median for at, name in names.items() if name in run.samples}
                 return Measured(card, run.metrics["copy_bytes_s"] / 1e9, run.metrics["mma_flop_s"] / 1e12, us)
     return None
