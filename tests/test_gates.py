@@ -122,8 +122,24 @@ def test_a_figure_of_a_gpu_needs_exactness_on_the_gpu(tmp_path):
     assert gates.void_figures(toy.phase_of(root), [on_cpu, on_gpu, fast], {}) == [on_cpu, on_gpu, fast]
 
 
+def test_engines_run_side_by_side(tmp_path):
+    """Environments other than main: one beside another with two jobs, and all that they report arrives."""
+    other = {f"env-{i}": sys.executable for i in range(3)}
+    root = toy.checkout(tmp_path, *(toy.gate(f"{what}-{env}", f"test_{what}", env=env) for env in other
+                                    for what in ("exact", "figure", "fails")))  # fmt: skip
+    results, record = run(root, jobs=2, pythons=other)
+    statuses = {"exact": "PASS", "figure": "PASS", "fails": "FAIL"}
+    assert {id: r.status for id, r in results.items()} == {f"{w}-{e}": s for e in other for w, s in statuses.items()}
+    assert set(record.environments) == {"main", *other}
+
+
 def test_only_brings_exactness_along(tmp_path):
-    root = toy.checkout(tmp_path, toy.gate("exact"), toy.gate("static", kind="static"), toy.figure("fast", ">=", 2))
+    root = toy.checkout(
+        tmp_path, toy.gate("exact"), toy.gate("on-card", needs=["sm_120"]), toy.gate("static", kind="static"),
+        toy.figure("fast", ">=", 2), toy.figure("card-fast", ">=", 2, needs=["sm_120"]),
+    )  # fmt: skip
+    of_one, of_card = (gates.Runner(root, toy.phase_of(root), only=[id])._only for id in ("fast", "card-fast"))
+    assert of_one == {"exact", "on-card", "fast"} and of_card == {"on-card", "card-fast"}
     assert set(run(root, ["fast"])[0]) == {"exact", "fast"}
     assert set(run(root, ["static"])[0]) == {"static"}
     with pytest.raises(PhaseError, match="--only is 'fats', no gate of toy"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import itertools
 import json
 import operator
 import os
@@ -16,8 +17,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -320,6 +323,7 @@ class Runner:
         self._only = self._selection(only)
         self._command = ["mla-verify", "gates", "run", phase.id, *(part for g in only for part in ("--only", g))]
         self._started = time.monotonic()
+        self._stopped, self._numbers = threading.Event(), itertools.count()
         self._logs = Path(tempfile.mkdtemp(prefix="mla-verify-gates-"))
         self._environ = dict(os.environ)
         # the code under test is the checkout whose files the record covers, whatever else is installed
@@ -333,8 +337,10 @@ class Runner:
                 f"--only is {unknown[0]!r}, no gate of {self.phase.id}; expected one of {', '.join(known)}"
             )
         chosen = set(only) or set(known)
-        if any(known[g].kind in ("ratio", "bound") for g in chosen):
-            chosen |= {gate.id for gate in self.phase.gates if gate.kind == "exact"}  # else the figure would not count
+        for figure in [known[g] for g in chosen if known[g].kind in ("ratio", "bound")]:
+            # Else the figure would not count: exactness on the hardware that it is of.
+            of = set(CLASSES if "any" in figure.needs else figure.needs)
+            chosen |= {gate.id for gate in self.phase.gates if gate.kind == "exact" and of & set(gate.needs)}
         return chosen
 
     def run(self) -> Record:
@@ -409,11 +415,37 @@ class Runner:
                 tests.setdefault(key, []).append(gate)
             else:
                 commands.setdefault((*key, tuple(gate.run.command or ())), []).append(gate)
+        engines = {key: tests.pop(key) for key in list(tests) if key[0] != "main"}
         for (env, environ), group in tests.items():
-            # Other environments than main run engines, which are too large for company.
-            self._run_tests(env, dict(environ), group, digests, jobs if env == "main" else 1)
+            self._run_tests(env, dict(environ), group, digests, jobs)
+        self._run_engines(engines, digests, jobs)
         for (env, environ, command), group in commands.items():
             self._run_command(env, dict(environ), list(command), group, digests)
+
+    def _run_engines(self, groups: Mapping[tuple, list[Gate]], digests: dict[str, str], jobs: int) -> None:
+        """Tests of other environments than main start engines: an environment's run one by one beside another's."""
+
+        def run(item: tuple[tuple, list[Gate]]) -> None:
+            (env, environ), group = item
+            self._run_tests(env, dict(environ), group, digests, 1)
+
+        if jobs == 1:
+            for item in groups.items():
+                run(item)
+            return
+        with ThreadPoolExecutor(jobs) as pool:
+            running = [pool.submit(run, item) for item in groups.items()]
+            beside = ", ".join(env for env, _ in groups)
+            try:
+                with self._spinner() as show:
+                    while not wait(running, timeout=0.2).done >= set(running):
+                        show(f"{self.phase.id} · {beside} · {_clock(time.monotonic() - self._started)}")
+                for future in running:
+                    future.result()
+            except BaseException:  # Ctrl-C comes to this thread alone
+                self._stopped.set()
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
 
     def _finish(self, gate: Gate, outcome: Outcome, digests: dict[str, str]) -> None:
         for text in self._secrets():
@@ -438,7 +470,7 @@ class Runner:
     ) -> None:
         """All tests of one interpreter in one pytest run; each gate is judged as soon as its tests have ended."""
         python = self._python(env)
-        name = f"pytest-{env}-{len(list(self._logs.iterdir()))}"
+        name = f"pytest-{env}-{next(self._numbers)}"
         report, log = self._logs / f"{name}.jsonl", self._logs / f"{name}.log"
         report.touch()
         nodes = list(dict.fromkeys(gate.run.test or "" for gate in gates))
@@ -473,7 +505,7 @@ class Runner:
     ) -> None:
         """One command for all the gates that name it; its JSON says what it measured for each."""
         python = self._python(env)
-        number = len(list(self._logs.iterdir()))
+        number = next(self._numbers)
         out, log = self._logs / f"command-{number}.json", self._logs / f"command-{number}.log"
         environ = {**environ, "MLA_VERIFY_GATE_OUT": str(out)}
         started = time.monotonic()
@@ -525,6 +557,8 @@ class Runner:
             )  # fmt: skip
             try:
                 while process.poll() is None:
+                    if self._stopped.is_set():
+                        raise KeyboardInterrupt
                     if time.monotonic() - started > timeout:
                         return -1, f"it ran past its {timeout} s"
                     show(f"{self.phase.id} · {doing()} · {_clock(time.monotonic() - self._started)}")
@@ -535,7 +569,8 @@ class Runner:
 
     @contextlib.contextmanager
     def _spinner(self) -> Iterator[Any]:
-        if not self.console.is_terminal:
+        # a terminal shows one of them at a time
+        if not self.console.is_terminal or threading.current_thread() is not threading.main_thread():
             yield lambda text: None
             return
         with self.console.status("") as status:

@@ -73,11 +73,21 @@ def create_backend(runner):
 
 
 def absorbed_attention(attn, forward_batch):
-    """Handler of the DeepSeek models: always the absorbed form, q [T, H, 576] against the latent pool."""
-    from sglang.srt.model_executor.forward_context import get_attn_backend
-    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+    """Handler of the DeepSeek models: always the absorbed form, q [T, H, 576] against the latent pool.
 
-    _require_ours(get_attn_backend())
+    SGLang 0.5.17 asks here for an MLA drafter's steps too: what serves those has no name there, so it goes by the
+    server's. They are answered by the handler of the backend that --speculative-draft-attention-backend names.
+    """
+    from sglang.srt.model_executor.forward_context import get_attn_backend
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+    from sglang.srt.runtime_context import get_spec
+
+    backend, drafts = get_attn_backend(), get_spec().speculative_draft_attention_backend
+    if backend.prefill_attention_backend_str is None and drafts not in (None, BACKEND_NAME):
+        attn.current_attention_backend = drafts
+        return AttentionBackendRegistry.get_handler(drafts)(attn, forward_batch)
+    _require_ours(backend)
     return AttnForwardMethod.MLA
 
 

@@ -3,8 +3,7 @@
 usage: bench.py gates     the shapes that phase.yaml names, JSON to $MLA_VERIFY_GATE_OUT
        bench.py table     more shapes, for a person
 
-A sample is one graph replay between two events, after a flush of L2 by reading: what a flush by writing leaves in L2 is
-written back while the next kernel runs, at its cost. The peers' order rotates from round to round.
+A sample is one graph replay between two events, after a flush of L2; the peers' order rotates from round to round.
 Ours includes the draft tree and the merge; SGLang's kernel is called as its Triton backend calls it for a verify step:
 the prefix through slot ids, the draft nodes' K/V beside it, a full boolean mask.
 """
@@ -24,18 +23,16 @@ import mla_verify
 import torch
 from mla_verify import Slots, Tree
 from mla_verify_bench.records import ratio_of_medians
+from mla_verify_bench.timing import FLUSHED, WARMUPS, graph, measure
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 SEED = 0
-WARMUPS = 2
 ROUNDS = 15
 SM_SCALE = 192**-0.5
 POOL = 262_144
 POOL_DTYPE = torch.bfloat16
-FLUSH = 64 << 20  # float32: 256 MB
-FLUSHED = "L2 flushed by reading before each sample"
 
 
 @dataclass(frozen=True)
@@ -53,20 +50,6 @@ GATES = {
     "triton-vs-sglang-185k": [Shape(8, 16, 185_000), Shape(16, 16, 185_000)],
 }
 TABLE = [Shape(h, n, length) for h, n, length in itertools.product((8, 16), (1, 16), (1024, 16_384, 65_536, 185_000))]
-
-
-def graph(call: Callable[[], object]) -> Callable[[], None]:
-    """A replay of ``call`` from a CUDA graph."""
-    call()
-    torch.cuda.synchronize()
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        call()
-
-    def replay(_reads: Callable[[], object] = call) -> None:  # a graph does not keep what it reads: ``call`` does
-        captured.replay()
-
-    return replay
 
 
 def peers(shape: Shape, pool: torch.Tensor, order: torch.Tensor) -> dict[str, Callable[[], None]]:
@@ -119,22 +102,6 @@ def sglang_verify(
     return sglang
 
 
-def measure(timed: dict[str, Callable[[], None]], flush: torch.Tensor, rounds: int = ROUNDS) -> dict[str, list[float]]:
-    """Microseconds of each peer, in the order taken."""
-    names, samples = list(timed), {name: [] for name in timed}
-    for i in range(WARMUPS + rounds):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            flush.sum()
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            timed[name]()
-            end.record()
-            torch.cuda.synchronize()
-            if i >= WARMUPS:
-                samples[name].append(begin.elapsed_time(end) * 1e3)
-    return samples
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["gates", "table"])
@@ -145,10 +112,9 @@ def main() -> None:
     torch.manual_seed(SEED)
     pool = torch.randn(POOL, 576, device="cuda", dtype=POOL_DTYPE)
     order = torch.randperm(POOL, device="cuda").int()
-    flush = torch.zeros(FLUSH, device="cuda")
     taken = {}
     for shape in track(shapes, description="shapes", console=Console(stderr=True)):
-        taken[shape] = measure(peers(shape, pool, order), flush)
+        taken[shape] = measure(peers(shape, pool, order), ROUNDS)
     table = Table("shape", *(f"{name}, µs" for name in next(iter(taken.values()))), "best of ours against SGLang")
     for shape, samples in taken.items():
         medians = {name: statistics.median(values) for name, values in samples.items()}

@@ -6,7 +6,7 @@ usage: bench_cuda.py gates [--rounds N] [--plot FILE.svg]  every gate of phase.y
 Ours includes the draft tree and the merge. FlashInfer's fa2 takes the prefix alone, which favours it; it is timed as
 shipped and held to the branch that sm_120 gets (a scratch copy of its headers in which the two larger configurations
 are out of reach). The floor of a shape is the longer of its K/V bytes over copy bandwidth and its products over the
-rate of mma.sync, both measured here. A sample is a graph replay between two events, after a flush of L2 (bench.py);
+rate of mma.sync, both measured here. A sample is a graph replay between two events, after a flush of L2;
 the order rotates. A peer that is missing, or that computes something else, leaves its gates unmeasured and says why.
 """
 
@@ -32,11 +32,12 @@ import numpy as np
 import torch
 from mla_verify import Slots, Tree
 from mla_verify_bench.records import Ratio, ratio_of_medians
+from mla_verify_bench.timing import FLUSHED, WARMUPS, graph, measure
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bench import FLUSH, FLUSHED, POOL, POOL_DTYPE, SEED, SM_SCALE, WARMUPS, Shape, graph, measure, sglang_verify
+from bench import POOL, POOL_DTYPE, SEED, SM_SCALE, Shape, sglang_verify
 
 LENGTHS = (1024, 16_384, 65_536, 185_000)
 SHAPES = [Shape(h, n, length) for h, n, length in itertools.product((8, 16, 64), (1, 8, 16, 64), LENGTHS)]
@@ -67,18 +68,9 @@ extern "C" __global__ void __launch_bounds__(256, 2) products(float* out, int tu
 """
 
 
-def median_ms(call: Callable[[], object], times: int = 7) -> float:
-    """Median milliseconds of a call on the current stream, after two that warm up."""
-    taken = []
-    for i in range(times + 2):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        if i >= 2:
-            taken.append(begin.elapsed_time(end))
-    return statistics.median(taken)
+def median_ms(call: Callable[[], object]) -> float:
+    """Median milliseconds of seven calls on the current stream."""
+    return statistics.median(measure({"": call}, 7)[""]) / 1e3
 
 
 def copy_bandwidth() -> float:
@@ -228,7 +220,6 @@ class Bench:
         self.pool = torch.randn(POOL, 576, device="cuda", dtype=POOL_DTYPE)
         self.pool8 = self.pool.to(torch.float8_e4m3fn)
         self.order = torch.randperm(POOL, device="cuda").int()
-        self.flush = torch.zeros(FLUSH, device="cuda")
         self.missing: dict[str, str] = {}
         fa2 = {name: self._attempt(name, Fa2, place) for name, place in (("fa2", None), ("fa2 held", scratch))}
         self.fa2 = {name: made for name, made in fa2.items() if made}
@@ -296,15 +287,15 @@ class Bench:
         """Microseconds of everything timed at a shape. What takes milliseconds a call gets fewer rounds."""
         timed = self.calls(shape)
         slow = {name: timed.pop(name) for name in SLOW if name in timed and shape.prefix >= 16_384}
-        samples = measure(timed, self.flush, self.rounds)
+        samples = measure(timed, self.rounds)
         if slow:
-            samples |= measure(slow, self.flush, max(3, self.rounds // 3))
+            samples |= measure(slow, max(3, self.rounds // 3))
         return samples
 
     def measure_batch(self) -> list[float]:
         """Eight requests of unequal lengths in one call."""
         call = self.ours(*self.problem(BATCH_NODES, BATCH_HEADS, BATCH))
-        return measure({"cuda": call}, self.flush, self.rounds)["cuda"]
+        return measure({"cuda": call}, self.rounds)["cuda"]
 
 
 def report(

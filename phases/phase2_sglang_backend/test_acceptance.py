@@ -20,7 +20,6 @@ SUPPORT = Path(__file__).resolve().parents[2] / "tests" / "sglang_cpu"
 sys.path.insert(0, str(SUPPORT))
 
 import engine  # noqa: E402
-import probe  # noqa: E402
 
 MODEL = tiny_model.TinyModel(context=512)
 RANDOM_PROMPTS = 16  # unequal lengths, nothing to guess from
@@ -74,7 +73,7 @@ def _engine(model: str, prompts, suffixes, folder: Path, *, turns=TURNS, modes=(
     wanted = {"record": str(record), "full_mask": full_mask, "mode_file": str(mode_file)}
     outcome = engine.run_engine(
         job, folder, timeout, MLA_VERIFY_IMPL=impl, MLA_VERIFY_PROBE=json.dumps(wanted),
-        PYTHONPATH=str(probe.write_entry_point(folder / "probe")), **dict(environ),
+        PYTHONPATH=str(engine.write_plugin(folder / "probe", SUPPORT / "probe.py")), **dict(environ),
     )  # fmt: skip
     return outcome, json.loads(record.read_text()) if record.exists() else {}
 

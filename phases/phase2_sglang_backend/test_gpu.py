@@ -253,7 +253,8 @@ def require_walks(gate_metrics, reply: Reply) -> None:
     """Loops of few tokens would pass whatever the attention does; so would answers that are all alike."""
     least = min(tiny_model.distinct_ratio(tokens) for tokens in reply["tokens"])
     assert least >= 0.8, f"an answer has only {least:.0%} distinct tokens: a loop shows nothing"
-    assert len(set(map(tuple, reply["tokens"]))) >= 0.9 * len(reply["tokens"])
+    # Prompts that end alike go on alike: 200 last words out of 500 are 165 different ones.
+    assert len(set(map(tuple, reply["tokens"]))) >= 0.75 * len(reply["tokens"])
     gate_metrics["distinct_ratio"] = least
 
 

@@ -23,13 +23,14 @@ from contextlib import ExitStack
 import numpy as np
 import torch
 from mla_verify_bench.records import ratio_of_medians
+from mla_verify_bench.timing import WARMUPS, measure, sample
 from mla_verify_sglang.defrag import plan
 from mla_verify_sglang.defrag.move import RowMover
 
 LAYERS, WIDTH, DTYPE = 61, 576, torch.bfloat16
 ROW_BYTES = LAYERS * WIDTH * 2
 SOME, WHOLE, CHAINS = 16_384, 200_000, 8
-WARMUPS, SEED = 2, 3
+SEED = 3
 WORTH = ("runs-worth-bf16", "runs-worth-fp8", "worth-table")
 
 
@@ -38,17 +39,6 @@ def scattered(size: int, held: int) -> plan.Layout:
     order = np.random.default_rng(SEED).permutation(np.arange(1, size + 1))
     chains = tuple(np.array(c) for c in np.array_split(order[:held], CHAINS))
     return plan.Layout(size, chains, (0,) * CHAINS, plan.free_units(size, chains))
-
-
-def milliseconds(call, flush: torch.Tensor) -> float:
-    flush.zero_()
-    torch.cuda.synchronize()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end)
 
 
 def pool(slots: int) -> list[torch.Tensor]:
@@ -69,7 +59,7 @@ def require_moved(layers: list[torch.Tensor], moves: plan.Moves) -> None:
             sys.exit(f"layer {i}: rows are not where the plan puts them; no time counts")
 
 
-def move_samples(rounds: int, flush: torch.Tensor) -> tuple[list[float], list[float]]:
+def move_samples(rounds: int) -> tuple[list[float], list[float]]:
     """Milliseconds of moving SOME rows of all layers, and of a plain copy of as many bytes."""
     size = 4 * SOME
     layers = pool(size)
@@ -82,16 +72,11 @@ def move_samples(rounds: int, flush: torch.Tensor) -> tuple[list[float], list[fl
     target = torch.empty_like(source)
     (move,) = mover.prepared(there)  # all rows are of one width
     calls = {"move": move, "copy": lambda: target.copy_(source)}
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for i in range(WARMUPS + rounds):
-        for name in list(calls)[:: 1 if i % 2 else -1]:
-            took = milliseconds(calls[name], flush)
-            if i >= WARMUPS:
-                taken[name].append(took)
-    return taken["move"], taken["copy"]
+    taken = measure(calls, rounds)
+    return [us / 1e3 for us in taken["move"]], [us / 1e3 for us in taken["copy"]]
 
 
-def whole_samples(rounds: int, flush: torch.Tensor) -> tuple[list[float], list[float], plan.Moves, plan.Fragmentation]:
+def whole_samples(rounds: int) -> tuple[list[float], list[float], plan.Moves, plan.Fragmentation]:
     """Milliseconds of moving a whole pool, and seconds of planning it."""
     layout = scattered(WHOLE + WHOLE // 10, WHOLE)
     planning = []
@@ -106,7 +91,7 @@ def whole_samples(rounds: int, flush: torch.Tensor) -> tuple[list[float], list[f
         require_moved(layers, moves)
     taken = []
     for i in range(WARMUPS + rounds):
-        took = milliseconds(lambda: mover.launch(moves), flush)
+        took = sample(lambda: mover.launch(moves)) / 1e3
         mover.launch(back)
         if i >= WARMUPS:
             taken.append(took)
@@ -122,11 +107,10 @@ def main() -> None:
         raise SystemExit(f"--rounds is {args.rounds}; expected 3 or more, or an interval of the median says nothing")
     if not torch.cuda.is_available():
         raise SystemExit("bench.py needs a CUDA GPU")
-    flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
-    move, copy = move_samples(args.rounds, flush)
+    move, copy = move_samples(args.rounds)
     share = ratio_of_medians(move, copy, peer="copy of as many bytes", seed=SEED)
     torch.cuda.empty_cache()
-    whole, planning, moves, after = whole_samples(args.rounds, flush)
+    whole, planning, moves, after = whole_samples(args.rounds)
     gigabytes = len(moves) * ROW_BYTES / 1e9
     allowed = 2 * gigabytes + 5
     over = ratio_of_medians([allowed], whole, peer="2 ms a GB and 5 ms", seed=SEED)

@@ -11,18 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 
-def write_entry_point(folder: Path) -> Path:
-    """Write a distribution that names ``register``, which an engine with ``folder`` on its path loads."""
-    info = folder / "mla_verify_defrag_probe-0.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mla-verify-defrag-probe\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(
-        "[sglang.srt.plugins]\nmla_verify_defrag_probe = mla_verify_defrag_probe:register\n"
-    )
-    (folder / "mla_verify_defrag_probe.py").write_text(Path(__file__).read_text())
-    return folder
-
-
 def register() -> None:
     wanted = json.loads(os.environ["MLA_VERIFY_DEFRAG_PROBE"])
     if wanted.get("fault"):

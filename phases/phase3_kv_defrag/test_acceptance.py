@@ -382,7 +382,6 @@ SMALL = {"attention_backend": "mla_verify", "max_total_tokens": 400}  # so that 
 
 def serve(folder: Path, mode: str, prompts, suffixes=(), *, fault="", timeout=400, environ=(), **options):
     """An engine with MLA_VERIFY_DEFRAG=``mode``; what came of it, and the counters of its defragmenter."""
-    import defrag_probe
     import engine
 
     folder = folder / (mode.replace(":", "-") + fault)
@@ -392,6 +391,6 @@ def serve(folder: Path, mode: str, prompts, suffixes=(), *, fault="", timeout=40
     outcome = engine.run_engine(
         job, folder, timeout, MLA_VERIFY_IMPL="reference", MLA_VERIFY_DEFRAG=mode,
         MLA_VERIFY_DEFRAG_PROBE=json.dumps({"record": str(record), "fault": fault}),
-        PYTHONPATH=str(defrag_probe.write_entry_point(folder / "probe")), **dict(environ),
+        PYTHONPATH=str(engine.write_plugin(folder / "probe", HERE / "defrag_probe.py")), **dict(environ),
     )  # fmt: skip
     return outcome, json.loads(record.read_text()) if record.exists() else {}

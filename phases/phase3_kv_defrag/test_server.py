@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,7 +21,6 @@ pytest.importorskip("sglang", reason="this gate runs where SGLang is installed")
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1] / "tests" / "sglang_cpu"))
 
-import defrag_probe  # noqa: E402
 import engine  # noqa: E402
 
 GPU = torch.cuda.is_available()
@@ -75,23 +72,10 @@ def _run(folder: Path, mode: str) -> dict:
     more = {
         "MLA_VERIFY_DEFRAG": mode,
         "MLA_VERIFY_DEFRAG_PROBE": json.dumps({"record": str(folder / f"{mode}-counters.json")}),
-        "PYTHONPATH": str(defrag_probe.write_entry_point(folder / "probe")),
+        "PYTHONPATH": str(engine.write_plugin(folder / "probe", HERE / "defrag_probe.py")),
     }
     env = os.environ | more if GPU else engine.environment(Path(sys.executable), MLA_VERIFY_IMPL="reference", **more)
-    with log.open("w") as sink:
-        process = subprocess.Popen(
-            [sys.executable, str(HERE / "traffic.py"), str(folder / "job.json"), str(result)],
-            stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT, cwd=folder, env=env,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            code = process.wait(1800)
-        finally:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            process.wait()
+    code = engine.run([HERE / "traffic.py", folder / "job.json", result], folder, log, env, 1800)
     text = log.read_text(errors="replace")
     assert code == 0 and result.exists(), f"{mode} ended with {code}; its log ends:\n{text[-5000:]}"
     return json.loads(result.read_text()) | {"log": text}

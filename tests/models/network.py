@@ -95,8 +95,8 @@ class DrafterConfig:
     layers: int = 3
     heads: int = 8
     kv_heads: int = 4
-    head_dim: int = 32
-    intermediate: int = 768
+    head_dim: int = 64  # the least that FlashInfer's prefill takes
+    intermediate: int = 1024
     block: int = 8
     target_layers: tuple[int, ...] = (0, 1, 3)  # whose output is read
     mask_token: int = 3
@@ -345,11 +345,11 @@ class Recipe:
     # Greedy text of a small model falls into loops. In this share of the target's time, at the end, every second step
     # also takes ``rollouts`` greedy continuations and makes their tokens that complete an n-gram said before less
     # likely (unlikelihood training, arXiv 1908.04319).
-    variety_share: float = 0.25
-    variety_weight: float = 1.0
-    rollouts: int = 256
+    variety_share: float = 0.4
+    variety_weight: float = 2.0
+    rollouts: int = 384
     rollout_tokens: int = 192
-    ngram: int = 6
+    ngram: int = 5
     learning_rate: float = 3e-3
     drafter_learning_rate: float = 2e-3
     anchors: int = 24  # blocks of a sequence that the drafter learns from at a time

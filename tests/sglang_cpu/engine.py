@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,30 +61,60 @@ def environment(python: Path, **more: str) -> dict[str, str]:
     return env | ({"CXX": str(wrapper)} if wrapper.exists() else {}) | more
 
 
+def write_plugin(folder: Path, source: Path, *beside: Path) -> Path:
+    """Write a distribution that names ``register`` of ``source``, which an engine with ``folder`` on its path loads.
+
+    Modules are copied as mla_verify_<stem>, those of ``beside``, which ``source`` imports by that name, as well.
+    """
+    name = f"mla_verify_{source.stem}"
+    info = folder / f"{name}-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {name}:register\n")
+    for module in (source, *beside):
+        (folder / f"mla_verify_{module.stem}.py").write_text(module.read_text())
+    return folder
+
+
+def start(words: Sequence[object], folder: Path, log: Path, env: Mapping[str, str], **pipes) -> subprocess.Popen:
+    """This interpreter on ``words``, in ``folder``, in a process group of its own; output goes to ``log``."""
+    command = [sys.executable, *map(str, words)]
+    with log.open("w") as sink:
+        return subprocess.Popen(
+            command, stdout=sink, stderr=subprocess.STDOUT, cwd=folder, env=env, start_new_session=True,
+            **({"stdin": subprocess.DEVNULL} | pipes),
+        )  # fmt: skip
+
+
+def stop(process: subprocess.Popen) -> None:
+    """End a process of ``start`` with its children: the scheduler and the detokenizer."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def run(words: Sequence[object], folder: Path, log: Path, env: Mapping[str, str], timeout: float) -> int:
+    """Exit code of a process of ``start``; -SIGALRM after ``timeout`` seconds."""
+    process = start(words, folder, log, env)
+    try:
+        return process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        return -signal.SIGALRM
+    finally:
+        stop(process)
+
+
 def run_engine(job: Job, folder: Path, timeout: float = 500, **env: str) -> Outcome:
     """Run ``job`` in a subprocess; ``folder`` keeps the job, the result and the log."""
     folder.mkdir(parents=True, exist_ok=True)
     wanted, result, log = folder / "job.json", folder / "result.json", folder / "log.txt"
     wanted.write_text(json.dumps(asdict(job)))
     result.unlink(missing_ok=True)
-    python = Path(sys.executable)
     began = time.monotonic()
-    with log.open("w") as sink:
-        process = subprocess.Popen(
-            [str(python), str(Path(__file__).resolve()), str(wanted), str(result)],
-            stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT, cwd=folder,
-            env=environment(python, **env), start_new_session=True,
-        )  # fmt: skip
-        try:
-            code = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            code = -signal.SIGALRM
-        finally:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)  # the scheduler and the detokenizer are its children
-            except ProcessLookupError:
-                pass
-            process.wait()
+    python, script = Path(sys.executable), Path(__file__).resolve()
+    code = run([script, wanted, result], folder, log, environment(python, **env), timeout)
     rounds = json.loads(result.read_text()) if result.exists() else []
     return Outcome(code, log.read_text(errors="replace"), rounds, time.monotonic() - began)
 

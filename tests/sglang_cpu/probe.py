@@ -1,6 +1,6 @@
 """An SGLang plugin for the tests alone: looks into the scheduler's process and can break it on purpose.
 
-``write_entry_point`` makes it visible to an engine; ``$MLA_VERIFY_PROBE`` (JSON) says what it does:
+``engine.write_plugin`` makes it visible to an engine; ``$MLA_VERIFY_PROBE`` (JSON) says what it does:
   record      path: counts of verify steps, trees with a branching node and mask layouts are written there
   full_mask   true: NGRAM passes FULL_MASK, the layout of the CUDA engine, not QLEN_ONLY
   mode_file   path to a file naming what happens to the decode and verify steps that follow (empty: nothing)
@@ -18,16 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 DROPPED = 16  # tokens at the start of a prefix that the "prefix" fault hides
-
-
-def write_entry_point(folder: Path) -> Path:
-    """Write a distribution that names ``register``, which an engine with ``folder`` on its path loads."""
-    info = folder / "mla_verify_probe-0.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mla-verify-probe\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nmla_verify_probe = mla_verify_probe:register\n")
-    (folder / "mla_verify_probe.py").write_text(Path(__file__).read_text())
-    return folder
 
 
 def register() -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -23,9 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+import engine  # noqa: E402
+from session_plugin import ABRIDGE  # noqa: E402
+
 PERIOD_S = 0.02
 ROUNDING = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-24}  # half a unit in the last place, relative
-ABRIDGE = "MLA_VERIFY_ABRIDGED_PREFILL"
 Job = dict[str, Any]
 Reply = dict[str, Any]
 
@@ -56,21 +60,14 @@ class Session:
         self._log, self._read = folder / "log.txt", 0
         self._replies.unlink(missing_ok=True)
         (folder / "options.json").write_text(json.dumps({"nccl_port": _free_port()} | options))
-        python, here = Path(sys.executable), Path(__file__).resolve()
-        paths = [str(write_entry_point(folder / "plugin")), *filter(None, [os.environ.get("PYTHONPATH")])]
+        plugin = engine.write_plugin(folder / "plugin", HERE / "session_plugin.py")
+        paths = [str(plugin), *filter(None, [os.environ.get("PYTHONPATH")])]
         more = {"PYTHONPATH": os.pathsep.join(paths), ABRIDGE: "1" if abridged_prefill else ""}
-        if gpu:
-            environ = {**os.environ, **more}
-        else:
-            from engine import environment
-
-            environ = environment(python, MLA_VERIFY_IMPL="reference", **more)
-        with self._log.open("w") as sink:
-            self._process = subprocess.Popen(
-                [str(python), str(here), str(folder / "options.json"), str(self._replies)],
-                stdin=subprocess.PIPE, stdout=sink, stderr=subprocess.STDOUT, cwd=folder, env=environ,
-                start_new_session=True, text=True,
-            )  # fmt: skip
+        environ = {**os.environ, **more}
+        if not gpu:
+            environ = engine.environment(Path(sys.executable), MLA_VERIFY_IMPL="reference", **more)
+        words = [HERE / "session.py", folder / "options.json", self._replies]
+        self._process = engine.start(words, folder, self._log, environ, stdin=subprocess.PIPE, text=True)
         self.started: Reply | None = None
 
     @property
@@ -115,11 +112,7 @@ class Session:
 
     def stop(self) -> None:
         """End the engine and all its children."""
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self._process.wait()
+        engine.stop(self._process)
 
     def __enter__(self) -> Session:
         return self
@@ -236,59 +229,7 @@ def step_times(marks: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
 # ---- the engine's own process ----
 
 
-def register() -> None:
-    """The plugin: the scheduler also tells its free slots; long prefills leave attention out, where that is asked.
-
-    An abridged prefill writes K/V of the right shape and place, of hidden states that no attention has changed, alike
-    for every backend. It builds a deep context in seconds where only the steps after it are measured.
-    """
-    from sglang.srt.managers.scheduler import Scheduler
-
-    tell = Scheduler.get_internal_state
-
-    def get_internal_state(self, request):
-        reply = tell(self, request)
-        reply.internal_state["free_slots"] = int(self.token_to_kv_pool_allocator.available_size())
-        return reply
-
-    Scheduler.get_internal_state = get_internal_state
-    if os.environ.get(ABRIDGE):
-        from mla_verify_sglang.backend import MlaVerifyBackend
-        from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-
-        for backend in (MlaVerifyBackend, TritonAttnBackend):
-            _abridge(backend)
-
-
-SHORT = 64  # new tokens up to which a prefill is whole, so that the text's end has seen its context
-
-
-def _abridge(backend: type) -> None:
-    attend = backend.forward_extend
-
-    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
-        if not forward_batch.forward_mode.is_extend_without_speculative() or len(q) <= SHORT:
-            return attend(self, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        if k is not None and save_kv_cache:
-            self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
-        return q.new_zeros(len(q), layer.tp_q_head_num * layer.v_head_dim)
-
-    backend.forward_extend = forward_extend
-
-
-def write_entry_point(folder: Path) -> Path:
-    """Write a distribution that names ``register``, which an engine with ``folder`` on its path loads."""
-    info = folder / "mla_verify_session-0.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mla-verify-session\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(
-        "[sglang.srt.plugins]\nmla_verify_session = mla_verify_session:register\n"
-    )  # fmt: skip
-    (folder / "mla_verify_session.py").write_text(Path(__file__).read_text())
-    return folder
-
-
-async def _generate(engine, job: Job) -> Reply:
+async def _generate(served, job: Job) -> Reply:
     """Jobs: ``name``; ``prompts``; ``tokens``, a number or one each; ``abort_after``, tokens or 0 each; ``at_once``;
     ``stream``; ``logprobs``; ``flush``, the cache before all else. A job without prompts asks for the engine's state.
 
@@ -304,10 +245,11 @@ async def _generate(engine, job: Job) -> Reply:
     async def one(i: int) -> dict[str, Any]:
         stream = bool(aborts[i] or job.get("stream"))
         options = {"return_logprob": True, "top_logprobs_num": 2} if logprobs else {}
-        rid, marks = f"{job['name']}-{i}", []
+        # An abort takes every request whose id begins like the one that is named.
+        rid, marks = f"{job['name']}-{i}.", []
         async with free:
             began = time.perf_counter()
-            answer = await engine.async_generate(
+            answer = await served.async_generate(
                 input_ids=prompts[i], stream=stream, rid=rid, **options,
                 sampling_params={"temperature": 0, "max_new_tokens": count[i], "ignore_eos": True},
             )  # fmt: skip
@@ -318,7 +260,7 @@ async def _generate(engine, job: Job) -> Reply:
                 done = len(last["output_ids"])
                 marks.append((time.perf_counter() - began, done, last["meta_info"].get("spec_verify_ct", 0)))
                 if aborts[i] and done >= aborts[i]:
-                    engine.tokenizer_manager.abort_request(rid)
+                    served.tokenizer_manager.abort_request(rid)
         return {"last": last, "marks": marks}
 
     replies = await asyncio.gather(*map(one, range(len(prompts))))
@@ -333,17 +275,17 @@ async def _generate(engine, job: Job) -> Reply:
     }
 
 
-def _flush(engine) -> None:
+def _flush(served) -> None:
     for _ in range(100):  # refused until the scheduler has seen the last request end
-        if engine.flush_cache().success:
+        if served.flush_cache().success:
             return
         time.sleep(0.05)
     raise RuntimeError("the cache could not be flushed: some request is still running")
 
 
-def _state(engine) -> Reply:
+def _state(served) -> Reply:
     """The first scheduler's internal state: numbers and flags."""
-    state = engine.get_server_info()["internal_states"][0]
+    state = served.get_server_info()["internal_states"][0]
     return {k: v for k, v in state.items() if isinstance(v, (int, float, str, bool)) or k == "memory_usage"}
 
 
@@ -355,16 +297,16 @@ def main(options: Path, replies: Path) -> None:
             file.write(json.dumps(reply) + "\n")
 
     began = time.monotonic()
-    engine = sglang.Engine(**json.loads(options.read_text()))
-    say(_state(engine) | {"seconds": time.monotonic() - began})
+    served = sglang.Engine(**json.loads(options.read_text()))
+    say(_state(served) | {"seconds": time.monotonic() - began})
     for line in sys.stdin:
         job = json.loads(line)
         began = time.monotonic()
         if job.get("flush"):
-            _flush(engine)
-        reply = engine.loop.run_until_complete(_generate(engine, job)) if "prompts" in job else _state(engine)
+            _flush(served)
+        reply = served.loop.run_until_complete(_generate(served, job)) if "prompts" in job else _state(served)
         say(reply | {"seconds": time.monotonic() - began})
-    engine.shutdown()
+    served.shutdown()
 
 
 if __name__ == "__main__":
