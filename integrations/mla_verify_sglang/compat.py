@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
+import functools
 import importlib.metadata
+import inspect
 import os
 import re
 
@@ -49,95 +49,50 @@ def fence_whole_steps() -> None:
         os.environ.setdefault("SGLANG_FORCE_COARSE_WAR_BARRIER", "1")
 
 
-# ---- DDTREE on SGLang's DFLASH worker ----
+def keep_ngram_flat() -> None:
+    """Releases whose NGRAM worker copies every request's whole prompt, twice a step, get to copy its end alone.
+
+    Their copies of a prompt of 185,000 tokens take milliseconds a step, and only the last tokens are looked at.
+    """
+    from sglang.srt.speculative.ngram_worker import NGRAMWorker
+
+    for name in ("_prepare_draft_tokens", "_update_ngram_corpus"):
+        method = getattr(NGRAMWorker, name)
+        if not hasattr(method, "__wrapped__") and "list(req.origin_input_ids)" in inspect.getsource(method):
+            setattr(NGRAMWorker, name, on_prompt_tails(method))
 
 
-def with_draft_width(server_args, block: int):
-    """A copy that says ``block`` draft tokens where a release builds the drafter from its server arguments."""
-    if not hasattr(server_args, "override"):
-        return server_args  # it reads the context, which the worker overrides
-    copied = copy.deepcopy(server_args)
-    copied.override("mla_verify.ddtree", speculative_num_draft_tokens=block)
-    return copied
+def on_prompt_tails(method):
+    """``method`` (worker, batch), for which a prompt has its own length and its last ``max_trie_depth`` tokens."""
+
+    @functools.wraps(method)
+    def wrapped(self, batch):
+        whole = batch.reqs
+        batch.reqs = [_Tailed(req, self.max_trie_depth) for req in whole]
+        try:
+            return method(self, batch)
+        finally:
+            batch.reqs = whole
+
+    return wrapped
 
 
-def gather_verify_logits(worker) -> None:
-    """Have verify's logits whole on every rank: newer releases leave shards to their own accept step."""
-    processor = getattr(worker, "_target_logits_processor", None)
-    if processor is not None:
-        processor.defer_verify_gather = False
-        worker._target_logits_processor = None
+class _Tailed:
+    """A request whose ``origin_input_ids`` are listed by their end."""
+
+    def __init__(self, req, count: int) -> None:
+        self._req, self.origin_input_ids = req, _Tail(req.origin_input_ids, count)
+
+    def __getattr__(self, name: str):
+        return getattr(self._req, name)
 
 
-def draft_embedding(worker, ids):
-    """The embedding of ``ids`` [tokens] that the release's DFLASH feeds a drafter: [tokens, hidden]."""
-    import torch
-    from sglang.srt.speculative import dflash_worker_v2
+class _Tail:
+    def __init__(self, ids, count: int) -> None:
+        self._ids, self._count = ids, count
 
-    whole = getattr(worker, "_full_embed_gpu", None)
-    if whole is not None:
-        found = torch.nn.functional.embedding(ids, whole)
-    else:
-        target = worker.target_worker.model_runner.model
-        resolve = getattr(dflash_worker_v2, "_resolve_dflash_embedding_module", None)
-        found = (resolve(worker.draft_model, target) if resolve else target.get_input_embeddings())(ids)
-    scale = getattr(worker, "_noise_embed_scale", 1.0)
-    return found if scale == 1.0 else found * scale
+    def __len__(self) -> int:
+        return len(self._ids)
 
-
-def host_lens(batch, more: int):
-    """int32 [batch] on the host, at least each request's length and ``more``; for planning alone."""
-    if batch.seq_lens_cpu is not None:
-        return batch.seq_lens_cpu.int() + more
-    for name in ("reserved_seq_lens_cpu", "nxt_kv_lens_cpu"):
-        reserved = getattr(batch.spec_info, name, None)
-        if reserved is not None:
-            return reserved.int()
-    return batch.seq_lens.cpu().int() + more
-
-
-def draft_batch(worker, batch, slots, lens, host, prefix, **fields):
-    """The ForwardBatch of a drafter's block: ``slots`` [batch * block] are written, ``lens`` [batch] precede them."""
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
-    made = ForwardBatch(
-        req_pool_indices=batch.req_pool_indices, seq_lens=lens, out_cache_loc=slots, seq_lens_sum=int(host.sum()),
-        seq_lens_cpu=host, **fields,
-    )  # fmt: skip
-    translator = getattr(worker.target_worker.model_runner, "kv_index_translator", None)
-    if translator is None:
-        return made
-    block = slots.numel() // len(host)
-    plan = translator.plan(
-        req_pool_indices=batch.req_pool_indices, seq_lens=prefix, seq_lens_cpu=host, write_virtual=slots,
-        read_extent=block,
-    )  # fmt: skip
-    own = worker.draft_model_runner.kv_index_translator
-    if worker.use_compact_draft_cache:
-        plan = plan.reads_from(own, seq_lens=lens, seq_lens_cpu=host, read_extent=block)
-    plan.bind(made, own)
-    made.can_run_decode_cuda_graph = batch.can_run_decode_cuda_graph
-    made.global_num_token_non_padded_cpu = slots.numel()
-    return made
-
-
-def draft_scope(worker):
-    """The parallel layout that the drafter runs in."""
-    layout = getattr(worker, "draft_parallel_layout", None)
-    if layout is None:
-        return contextlib.nullcontext()
-    from sglang.srt.speculative.dflash_worker_v2 import draft_tp_context
-
-    return draft_tp_context(layout)
-
-
-def path_logprobs(batch, output, accepted, logits) -> None:
-    """Log-probabilities of the committed tokens; releases without this never get such a request here."""
-    import torch
-    from sglang.srt.layers.logprob_processor import compute_spec_logprobs
-
-    size, longest = accepted.path.shape
-    nodes = logits.shape[0] // size
-    rows = accepted.path.clamp(max=nodes - 1) + nodes * torch.arange(size, device=logits.device)[:, None]
-    output.next_token_logits = logits[rows.view(-1)]
-    compute_spec_logprobs(batch, output, accepted.tokens.reshape(-1), chain_stride=longest)
+    def __iter__(self):
+        return iter(self._ids[-self._count :])

@@ -66,9 +66,11 @@ def create_backend(runner):
             f"{type(_error).__name__}: {_error}"
         ) from _error
     from .backend import MlaVerifyBackend
+    from .compat import keep_ngram_flat
     from .defrag import serving
 
     serving.require_installed()
+    keep_ngram_flat()
     return MlaVerifyBackend(runner)
 
 

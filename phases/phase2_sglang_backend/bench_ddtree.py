@@ -1,12 +1,22 @@
-"""What DDTREE costs beside the model, on one GPU.
+"""What DDTREE costs beside the model, and what it brings, on one GPU.
 
-usage: bench_ddtree.py gates [--rounds N]   the gates of phase.yaml that name this file
+usage: bench_ddtree.py gates [--only steps|engines] [--rounds N]   the gates of phase.yaml that name this file
 
 ddtree-step-batch-1, -16  tree build with its masks, walk, and commit of the K/V rows of 61 layers, at B = 64 and a
                           block of 16: one CUDA graph, as long as its replay takes. The drafter, its head and top-k,
                           and the target's pass are not in it. us_high: the upper end of a 95 % bootstrap interval of
                           the median
-The other gates need the small model and its drafter, which are not there yet, and say so.
+ddtree-accept-length      tokens of a verify step on held-out text, trained model and drafter, greedy: fixed budgets
+ddtree-accept-grows       against the chain of SGLang's own DFLASH. A budget below the drafter's block is held to a
+                          chain of as many drafts, DFLASH with a smaller block
+ddtree-auto-budget        ms a token of the automatic budget against DFLASH, fixed budgets and no speculation, all on
+                          this backend: the trained model up to its context, then a large model of random weights, whose
+                          drafter is hardly ever right, to 64k. Batch 1, 4, 16. ratio_low of the worst cell against the
+                          best of its peers
+
+All engines start side by side; the timed ones are alone on the card while they are timed. Each request of a batch ends
+in tokens of its own; what comes before is found in the radix cache. Before a cell is timed it is run once, which is
+when the automatic budget learns it.
 """
 
 from __future__ import annotations
@@ -14,16 +24,37 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
+from mla_verify_bench import tiny_model
+from mla_verify_bench.records import ratio_of_medians
+from mla_verify_bench.timing import graph, measure
 from mla_verify_sglang.ddtree.accept import accept
 from mla_verify_sglang.ddtree.build import DraftTree, build
 from mla_verify_sglang.ddtree.commit import Mover
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "sglang_cpu"))
+
+import drafter  # noqa: E402
+from session import Session, device_options  # noqa: E402
+
 BUDGET, DEPTH, LAYERS, SLOTS = 64, 15, 61, 65_536
 WARMUPS, SEED = 20, 5
-LATER = ("ddtree-accept-length", "ddtree-accept-grows", "ddtree-auto-budget")
+ACCEPT = ("ddtree-accept-length", "ddtree-accept-grows")
+AUTO = "ddtree-auto-budget"
+
+
+# ---- the tree's own work ----
 
 
 class Step:
@@ -57,28 +88,6 @@ class Step:
         return done.count
 
 
-def microseconds(step: Step, rounds: int) -> list[float]:
-    """Replays of the step's graph, each timed alone, after the L2 cache was overwritten."""
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        step.run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step.run()
-    flush = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
-    times = []
-    for _ in range(WARMUPS + rounds):
-        flush.zero_()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return times[WARMUPS:]
-
-
 def upper(samples: list[float]) -> float:
     """The upper end of a 95 % bootstrap interval of the median."""
     rng = np.random.default_rng(SEED)
@@ -86,34 +95,245 @@ def upper(samples: list[float]) -> float:
     return float(np.quantile(medians, 0.975))
 
 
-def gates(rounds: int) -> dict:
-    missing = "the small model and its DFlash drafter are not trained yet"
-    told: dict[str, dict] = {name: {"passed": None, "reason": missing} for name in LATER}
+def steps(rounds: int) -> dict[str, dict]:
+    told: dict[str, dict] = {}
     for batch in (1, 16):
-        name = f"ddtree-step-batch-{batch}"
-        if not torch.cuda.is_available():
-            told[name] = {"passed": None, "reason": "no GPU here"}
-            continue
         step = Step(batch, "cuda")
         accepted = step.run().float().mean().item()
-        times = microseconds(step, rounds)
+        times = measure({"step": graph(step.run)}, rounds, WARMUPS)["step"]
         print(f"batch {batch}: median {np.median(times):.1f} µs, {accepted:.1f} tokens committed a request")
-        told[name] = {
+        told[f"ddtree-step-batch-{batch}"] = {
             "metrics": {"us_high": upper(times)},
             "samples": {"step": {"values": times, "warmups": WARMUPS, "unit": "us"}},
         }
-    return {"gates": told, "seeds": {"marginals": SEED}}
+    return told
+
+
+# ---- engines ----
+
+BUDGETS = (4, 8, 16, 32, 64, 96)
+TEXTS, TEXT_TOKENS = 64, 96  # of the accept lengths: held-out texts, and tokens of an answer
+BATCHES = (1, 4, 16)
+OWN = 16  # tokens at the end of a prompt that no other of its batch has
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model of the timed engines: the cells are its depths times ``BATCHES``."""
+
+    name: str
+    depths: tuple[int, ...]  # shallowest first
+    tokens: int  # of an answer
+    learning: int  # tokens of the run before, in which the automatic budget learns the cell
+    rounds: int
+
+
+TRAINED = Kind("trained", (1024, 4096, 7680), tokens=96, learning=256, rounds=7)
+TIMED = ("plain", "auto", "chain 8", "tree 8", "tree 16", "tree 32")  # of the trained model's engines
+DEEP = Kind("deep", (16_384, 65_536), tokens=40, learning=96, rounds=5)
+# bench_engine.py's model without speculation: so many layers that the card is the limit and not the host.
+DEEP_MODEL = tiny_model.TinyModel(
+    context=66_560, vocab=8192, hidden=2048, width=256, layers=61, heads=16, dtype="bfloat16"
+)
+
+
+@contextmanager
+def budget(text: str) -> Iterator[None]:
+    """Engines that are started inside have this budget; an engine takes no flags but SGLang's own."""
+    os.environ["MLA_VERIFY_DDTREE_BUDGET"] = text
+    try:
+        yield
+    finally:
+        del os.environ["MLA_VERIFY_DDTREE_BUDGET"]
+
+
+def common(dtype: str, model: str) -> dict:
+    return device_options(True, dtype) | {
+        "model_path": model,
+        "attention_backend": "mla_verify",
+        "max_running_requests": 16,
+        "mem_fraction_static": 0.8,  # pools are capped; this only has to leave room for them beside the others
+        "decode_log_interval": 1000,
+    }
+
+
+def drafted(algorithm: str, path: str) -> dict:
+    return {"speculative_algorithm": algorithm, "speculative_draft_model_path": path}
+
+
+def deep_models(folder: Path) -> tuple[str, str]:
+    """The large model: a config alone, its weights are whatever SGLang draws; and a drafter for it, random too."""
+    target = folder / "deep-model"
+    target.mkdir(parents=True)
+    (target / "config.json").write_text(json.dumps(tiny_model.config(DEEP_MODEL)))
+    return str(target), str(drafter.write(folder / "deep-drafter", DEEP_MODEL, block=8))
+
+
+def start(folder: Path, pair: drafter.Trained) -> dict[Kind, dict[str, Session]]:
+    """The engines of each model, by name; none has been waited for."""
+    block = json.loads((pair.drafter / "config.json").read_text())["block_size"]
+    small = common("bfloat16", str(pair.target)) | {"max_total_tokens": 150_000, "chunked_prefill_size": 8192}
+    tree, chain = (small | drafted(name, str(pair.drafter)) for name in ("DDTREE", "DFLASH"))
+    deep_target, deep_drafter = deep_models(folder)
+    large = common("bfloat16", deep_target) | {
+        "load_format": "dummy",
+        "max_total_tokens": DEEP.depths[-1] + 8192,
+        "chunked_prefill_size": 16_384,
+    }
+    found: dict[Kind, dict[str, Session]] = {TRAINED: {}, DEEP: {}}
+
+    def engine(kind: Kind, name: str, options: dict) -> None:
+        place = folder / f"{kind.name}-{name.replace(' ', '-')}"
+        found[kind][name] = Session(place, options, gpu=True, abridged_prefill=kind is DEEP)
+
+    for kind, base, speculative in ((TRAINED, small, tree), (DEEP, large, large | drafted("DDTREE", deep_drafter))):
+        engine(kind, "plain", base)
+        with budget("auto"):
+            engine(kind, "auto", speculative)
+    engine(DEEP, "chain 8", large | drafted("DFLASH", deep_drafter))
+    for value in sorted({min(b + 1, block) for b in BUDGETS}):
+        engine(TRAINED, f"chain {value}", chain | {"speculative_dflash_block_size": value})
+    for value in BUDGETS:
+        with budget(str(value)):
+            engine(TRAINED, f"tree {value}", tree)
+    return found
+
+
+def accept_lengths(sessions: dict[str, Session], pair: drafter.Trained) -> dict[str, float]:
+    """Tokens of a verify step, by engine; the first token of an answer is the prefill's. All engines at once."""
+    prompts = pair.prompts([64 + 16 * i for i in range(TEXTS)], SEED)
+    job = {"name": "texts", "prompts": prompts, "tokens": TEXT_TOKENS, "logprobs": False}
+
+    def ask(session: Session) -> float:
+        reply = session.ask(job)
+        return sum(len(t) - 1 for t in reply["tokens"]) / sum(reply["verify_steps"])
+
+    with ThreadPoolExecutor(len(sessions)) as pool:
+        return dict(zip(sessions, pool.map(ask, sessions.values()), strict=True))
+
+
+def accept_gates(found: dict[str, float]) -> dict[str, dict]:
+    block = max(int(name.split()[1]) for name in found if name.startswith("chain"))
+    trees = [found[f"tree {value}"] for value in BUDGETS]
+    ratios = {b: t / found[f"chain {min(b + 1, block)}"] for b, t in zip(BUDGETS, trees, strict=True)}
+    growth = [after - before for before, after in zip(trees, trees[1:], strict=False)]
+    said = ", ".join(f"{name} {length:.3f}" for name, length in found.items())
+    print(f"tokens a step: {said}")
+    return {
+        ACCEPT[0]: {"metrics": {"ratio": min(ratios.values())}, "reason": f"worst at {min(ratios, key=ratios.get)}"},
+        ACCEPT[1]: {"metrics": {"least_growth": min(growth)}, "reason": said},
+    }
+
+
+def milliseconds(session: Session, prompts: list[list[int]], tokens: int) -> float:
+    """ms a token of the batch: of each request from its first arrival to its last, all requests together."""
+    job = {"name": f"{random.random()}", "prompts": prompts, "tokens": tokens, "stream": True, "logprobs": False}
+    rate = 0.0
+    for marks in session.ask(job)["marks"]:
+        (first, had, _), (last, has, _) = marks[0], marks[-1]
+        rate += (has - had) / (last - first)
+    return 1e3 / rate
+
+
+def time_cells(kind: Kind, peers: dict[str, Session], text: list[int], save: Callable) -> None:
+    """Every cell of a model; peers take turns. ``save(kind, depth, batch, samples)`` after each cell."""
+    rng, names = random.Random(SEED), list(peers)
+
+    def prompts(depth: int, batch: int) -> list[list[int]]:
+        at = [rng.randrange(len(text) - OWN) for _ in range(batch)]
+        return [text[: depth - OWN] + text[a : a + OWN] for a in at]
+
+    for depth in reversed(kind.depths):  # the deepest prompt's prefix serves the others
+        for batch in BATCHES:
+            for session in peers.values():
+                milliseconds(session, prompts(depth, batch), kind.learning)
+            samples: dict[str, list[float]] = {name: [] for name in peers}
+            for i in range(kind.rounds):
+                asked = prompts(depth, batch)
+                for name in names[i % len(names) :] + names[: i % len(names)]:
+                    samples[name].append(milliseconds(peers[name], asked, kind.tokens))
+            save(kind, depth, batch, samples)
+    print(f"{kind.name}: {peers['auto'].ask({'name': 'state'})['ddtree_mean_nodes']:.1f} nodes a step")
+
+
+def auto_gate(cells: dict[str, dict[str, list[float]]]) -> dict:
+    ratios = {}
+    for cell, samples in cells.items():
+        best = min((n for n in samples if n != "auto"), key=lambda n: statistics.median(samples[n]))
+        peer = f"{best}, {cell}"
+        ratios[peer] = ratio_of_medians(samples["auto"], samples[best], peer=peer, seed=SEED)
+    worst = min(ratios, key=lambda peer: ratios[peer].low)
+    return {
+        "metrics": {"ratio_low": ratios[worst].low},
+        "ratios": {peer: r.model_dump() for peer, r in ratios.items()},
+        "reason": f"worst against {worst}",
+    }
+
+
+def engines(save: Callable) -> None:
+    """``save(gates, samples)`` whenever something more is known."""
+    pair = drafter.trained()
+    if pair is None:
+        save({name: {"passed": None, "reason": drafter.MISSING} for name in (*ACCEPT, AUTO)}, {})
+        return
+    told = {name: {"passed": None, "reason": "it was not measured"} for name in (*ACCEPT, AUTO)}
+    cells: dict[str, dict[str, list[float]]] = {}
+    samples: dict[str, dict] = {}
+    wanted = sum(len(kind.depths) for kind in (TRAINED, DEEP)) * len(BATCHES)
+
+    def timed_cell(kind: Kind, depth: int, batch: int, taken: dict[str, list[float]]) -> None:
+        cell = f"{kind.name} {depth} tokens batch {batch}"
+        cells[cell] = taken
+        medians = ", ".join(f"{name} {statistics.median(values):.3f}" for name, values in taken.items())
+        print(f"{cell}: {medians} ms a token")
+        for name, values in taken.items():
+            samples[f"{cell} {name}"] = {"values": values, "warmups": 1, "unit": "ms"}
+        if len(cells) == wanted:
+            told[AUTO] = auto_gate(cells)
+        save(told, samples)
+
+    with tempfile.TemporaryDirectory(prefix="mla-verify-ddtree-") as folder:
+        found = start(Path(folder), pair)
+        try:
+            small = found[TRAINED]
+            drafting = {name: session for name, session in small.items() if name.startswith(("tree", "chain"))}
+            told.update(accept_gates(accept_lengths(drafting, pair)))
+            save(told, samples)
+            for name in small.keys() - set(TIMED):
+                small.pop(name).stop()
+            for session in (*small.values(), *found[DEEP].values()):  # nobody may be starting while another is timed
+                session.wait()
+            held_out = pair.prompts([TRAINED.depths[-1]], SEED + 1)[0]
+            words = range(len(tiny_model.SPECIAL), DEEP_MODEL.vocab)
+            time_cells(TRAINED, small, held_out, timed_cell)
+            time_cells(DEEP, found[DEEP], random.Random(SEED).choices(words, k=DEEP.depths[-1]), timed_cell)
+        finally:
+            for session in (*found[TRAINED].values(), *found[DEEP].values()):
+                session.stop()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["gates"])
-    parser.add_argument("--rounds", type=int, default=200, help="replays that count (default 200)")
+    parser.add_argument("--only", choices=["steps", "engines"])
+    parser.add_argument("--rounds", type=int, default=200, help="replays of a step that count (default 200)")
     options = parser.parse_args()
-    told = json.dumps(gates(options.rounds))
-    if out := os.environ.get("MLA_VERIFY_GATE_OUT"):
-        with open(out, "w", encoding="utf-8") as file:
-            file.write(told)
+    gates: dict[str, dict] = {}
+
+    def save(more: dict[str, dict], samples: dict[str, dict]) -> None:
+        gates.update(more)
+        if out := os.environ.get("MLA_VERIFY_GATE_OUT"):
+            told = {"gates": gates, "samples": samples, "seeds": {"marginals": SEED, "texts": SEED}}
+            Path(out).write_text(json.dumps(told), encoding="utf-8")
+
+    if not torch.cuda.is_available():
+        names = ("ddtree-step-batch-1", "ddtree-step-batch-16", *ACCEPT, AUTO)
+        save({name: {"passed": None, "reason": "no GPU here"} for name in names}, {})
+        return
+    if options.only != "engines":
+        save(steps(options.rounds), {})
+    if options.only != "steps":
+        engines(save)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,13 @@ from __future__ import annotations
 import json
 import random
 import sys
+from array import array
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from mla_verify_bench import tiny_model
 
 pytest.importorskip("sglang", reason="this gate runs in an environment made by tests/sglang_cpu/install.py")
@@ -19,6 +23,7 @@ pytest.importorskip("sglang", reason="this gate runs in an environment made by t
 SUPPORT = Path(__file__).resolve().parents[2] / "tests" / "sglang_cpu"
 sys.path.insert(0, str(SUPPORT))
 
+import drafter  # noqa: E402
 import engine  # noqa: E402
 
 MODEL = tiny_model.TinyModel(context=512)
@@ -164,6 +169,28 @@ def test_ngram_equals_builtin_triton_interpreted(model, conversations, builtin, 
     gate_metrics["branching_trees"] = counts["branching_trees"]
 
 
+@pytest.mark.parametrize("algorithm", ["STANDALONE", "EAGLE"])
+def test_drafted_trees_equal_builtin(algorithm, model, conversations, builtin, tmp_path, gate_metrics):
+    """Trees of drafters: the target itself, whose guesses are right, and an EAGLE layer, whose guesses are not.
+
+    Drafters run on SGLang's Triton backend under its interpreter, which is slow: the short prompts, a few tokens.
+    """
+    few = 8
+    chosen = sorted(range(len(conversations[0])), key=lambda i: len(conversations[0][i]))[:4]
+    draft = model if algorithm == "STANDALONE" else str(drafter.write_eagle(tmp_path / "drafter", MODEL))
+    rounds, counts = _ours(
+        model, [conversations[0][i] for i in chosen], [], tmp_path, turns=(few,), speculative_algorithm=algorithm,
+        speculative_num_steps=3, speculative_eagle_topk=3, speculative_num_draft_tokens=8,
+        speculative_draft_model_path=draft, speculative_draft_attention_backend="triton",
+        triton_attention_num_kv_splits=1,
+    )  # fmt: skip
+    expected = [{"tokens": [builtin[0]["tokens"][i] for i in chosen]}]
+    assert not (wrong := _differing(rounds[0], expected, keep=few)), wrong
+    gate_metrics["accept_length"] = accept = _accept_length(rounds[0])
+    assert counts["branching_trees"] > 0, counts
+    assert accept > 2 if algorithm == "STANDALONE" else accept >= 1, accept
+
+
 def test_full_mask_layout(model, conversations, builtin, tmp_path, gate_metrics):
     """The mask of the CUDA engine: NGRAM's worker passes FULL_MASK, eager and on the buffers of a graph."""
     rounds, counts = _ours(model, *conversations, tmp_path, modes=("graph", ""), full_mask=True, **NGRAM)
@@ -200,6 +227,55 @@ def test_retraction(model, conversations, builtin, tmp_path, gate_metrics):
     assert "leak" not in outcome.log
     gate_metrics["retractions"] = retracted
     gate_metrics["requests"] = len(conversations[0])
+
+
+class Counted(array):
+    """Token ids that count how many of them are looked at one by one."""
+
+    looked_at = 0
+
+    def __iter__(self):
+        for token in super().__iter__():
+            Counted.looked_at += 1
+            yield token
+
+
+@pytest.mark.parametrize("method", ["_prepare_draft_tokens", "_update_ngram_corpus"])
+def test_ngram_host_work_is_flat(method, gate_metrics):
+    """SGLang's own NGRAM worker, on a prompt of 100,000 tokens: it asks for the same, and walks over its end alone."""
+    from mla_verify_sglang import compat
+    from sglang.srt.speculative.ngram_worker import NGRAMWorker
+
+    compat.keep_ngram_flat()
+    asked = []
+    corpus = SimpleNamespace(
+        synchronize=lambda: None,
+        batch_get=lambda ids, tokens, lens: asked.append((ids, tokens, lens)) or (np.zeros(16), np.zeros(0)),
+        batch_put=asked.append,
+    )
+    worker = SimpleNamespace(
+        max_trie_depth=18, draft_token_num=8, enable_overlap=True, ngram_corpus=corpus,
+        prev_token_ids=list(range(16)), prev_accept_lens=[2, 1],
+    )  # fmt: skip
+    worker._efficient_concat_last_n = NGRAMWorker._efficient_concat_last_n.__get__(worker)
+    prompts = [Counted("q", range(7, 100_007)), Counted("q", range(5))]
+    reqs = [
+        SimpleNamespace(rid=str(i), origin_input_ids=p, origin_input_ids_unpadded=p, output_ids=array("q", [1, 2]))
+        for i, p in enumerate(prompts)
+    ]
+    last = SimpleNamespace(accept_tokens=torch.arange(16), accept_lens=torch.tensor([2, 1]))
+    batch = SimpleNamespace(reqs=reqs, spec_info=last, grammar_needs_sync=lambda: False)
+    Counted.looked_at = 0
+    getattr(NGRAMWorker, method)(worker, batch)
+    gate_metrics["tokens_walked_over"] = Counted.looked_at
+    assert Counted.looked_at <= 2 * worker.max_trie_depth and batch.reqs is reqs
+    ends = [[*range(99_993, 100_007), 1, 2, 0, 1], [*range(5), 1, 2, 8]]
+    whole = (["0", "1"], ends, [100_004, 8]) if method == "_prepare_draft_tokens" else ends
+    assert asked == [whole]
+    original = getattr(getattr(NGRAMWorker, method), "__wrapped__", None)
+    if original is not None:  # negative control: without the change this release walks over everything
+        original(worker, batch)
+        assert Counted.looked_at > 100_000
 
 
 def test_negative_controls(model, conversations, builtin, tmp_path, gate_metrics):

@@ -98,7 +98,7 @@ class DrafterConfig:
     head_dim: int = 64  # the least that FlashInfer's prefill takes
     intermediate: int = 1024
     block: int = 8
-    target_layers: tuple[int, ...] = (0, 1, 3)  # whose output is read
+    target_layers: tuple[int, ...] = (0, 1, 2)  # whose output is read: SGLang reads it where the next layer begins
     mask_token: int = 3
 
     def hf(self, target: TargetConfig) -> dict:
@@ -177,6 +177,27 @@ def turn_halves(x: Tensor, angle: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
+class Past:
+    """K and V of the tokens so far, of each layer, in buffers of ``length`` tokens; ``at`` [1] says how many they are.
+
+    Nothing has a size that grows, and ``at`` is on the device: so a step is the same launches each time.
+    """
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        self.positions = torch.arange(length, device=device)
+        self.at = torch.zeros(1, dtype=torch.int64, device=device)
+        self._rows: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def extend(self, layer: nn.Module, *new: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``new`` K and V [B, heads, T, D] behind those of the layer: all of them, and what each new token sees."""
+        if layer not in self._rows:
+            self._rows[layer] = tuple(x.new_zeros(*x.shape[:2], len(self.positions), x.shape[3]) for x in new)
+        where = self.at + self.positions[: new[0].shape[2]]
+        for rows, x in zip(self._rows[layer], new, strict=True):
+            rows.index_copy_(2, where, x)
+        return *self._rows[layer], self.positions <= where[:, None]
+
+
 class Mla(nn.Module):
     def __init__(self, c: TargetConfig) -> None:
         super().__init__()
@@ -187,8 +208,7 @@ class Mla(nn.Module):
         self.kv_b_proj = linear(LATENT, c.heads * (c.nope + c.value))
         self.o_proj = linear(c.heads * c.value, c.hidden)
 
-    def forward(self, x: Tensor, angle: Tensor, past: list[Tensor] | None = None) -> Tensor:
-        """``past`` holds K and V of the tokens before x, if there are any, and takes those of x."""
+    def forward(self, x: Tensor, angle: Tensor, past: Past | None = None) -> Tensor:
         c, (batch, length) = self.c, x.shape[:2]
         q = self.q_proj(x).view(batch, length, c.heads, -1).transpose(1, 2)
         latent, k_rope = self.kv_a_proj_with_mqa(x).split([LATENT, ROPE], -1)
@@ -196,12 +216,11 @@ class Mla(nn.Module):
         k, v = kv.split([c.nope, c.value], -1)
         q = torch.cat([q[..., : c.nope], turn_pairs(q[..., c.nope :], angle)], -1)
         k = torch.cat([k, turn_pairs(k_rope[:, None], angle).expand(-1, c.heads, -1, -1)], -1)
-        if past:
-            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        mask = None
         if past is not None:
-            past[:] = k, v
-        causal = k.shape[2] == length  # else x is one token, which sees everything
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=(c.nope + ROPE) ** -0.5)
+            k, v, mask = past.extend(self, k, v)
+        scale = (c.nope + ROPE) ** -0.5
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=past is None, scale=scale)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -211,7 +230,7 @@ class TargetLayer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = Norm(c.hidden, c.eps), Norm(c.hidden, c.eps)
         self.self_attn, self.mlp = Mla(c), Mlp(c.hidden, c.intermediate)
 
-    def forward(self, x: Tensor, angle: Tensor, past: list[Tensor] | None = None) -> Tensor:
+    def forward(self, x: Tensor, angle: Tensor, past: Past | None = None) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), angle, past)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -237,31 +256,60 @@ class Target(nn.Module):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * c.layers) if last else 0.02)
 
     def forward(
-        self, tokens: Tensor, keep: tuple[int, ...] = (), pasts: list[list[Tensor]] | None = None
+        self, tokens: Tensor, keep: tuple[int, ...] = (), past: Past | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """tokens [B, T] -> logits [B, T, V], and the outputs of layers ``keep`` side by side [B, T, K hidden].
 
-        ``pasts``, a list for each layer, holds K and V between calls; after the first, T is 1.
+        ``past`` takes these tokens' K and V, behind those of earlier calls.
         """
         x = self.model["embed_tokens"](tokens)
-        begin = pasts[0][0].shape[2] if pasts and pasts[0] else 0
-        angle = torch.arange(begin, begin + tokens.shape[1], device=tokens.device)[:, None] * self.frequencies
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        angle = (positions if past is None else past.at + positions)[:, None] * self.frequencies
         kept = []
         for i, layer in enumerate(self.model["layers"]):
-            x = layer(x, angle, pasts[i] if pasts is not None else None)
+            x = layer(x, angle, past)
             if i in keep:
                 kept.append(x)
+        if past is not None:
+            past.at += tokens.shape[1]
         return self.lm_head(self.model["norm"](x)), torch.cat(kept, -1) if kept else None
 
     @torch.no_grad()
     def greedy(self, tokens: Tensor, count: int) -> Tensor:
-        """tokens [B, T] and the ``count`` that follow, each the most probable one: [B, T + count]."""
-        pasts: list[list[Tensor]] = [[] for _ in self.model["layers"]]
-        said = [tokens]
+        """tokens [B, T] and the ``count`` that follow, each the most probable one: [B, T + count].
+
+        On a GPU a step is a graph's replay: launched one by one, its kernels would take several times as long.
+        """
+        said = F.pad(tokens, (0, count))
+        past = Past(said.shape[1], tokens.device)
+        logits, _ = self(tokens, past=past)
+        chosen = logits[:, -1:].argmax(-1)
+
+        def step() -> None:
+            said.index_copy_(1, past.at, chosen)
+            # Weights cast once and kept would be the graph's memory, which ends with it.
+            with torch.autocast(said.device.type, torch.bfloat16, torch.is_autocast_enabled(said.device.type), False):
+                following, _ = self(chosen, past=past)
+            chosen.copy_(following.argmax(-1))
+
+        if said.is_cuda and count > 1:
+            step, count = _captured(step), count - 1
         for _ in range(count):
-            logits, _ = self(said[-1], pasts=pasts)
-            said.append(logits[:, -1:].argmax(-1))
-        return torch.cat(said, 1)
+            step()
+        return said
+
+
+def _captured(step):
+    """Runs ``step`` once, and returns it as a graph's replay."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
 
 
 class DrafterAttention(nn.Module):

@@ -32,7 +32,7 @@ from network import Drafter, DrafterConfig, Recipe, Target, TargetConfig  # noqa
 SMOKE = Recipe(
     TargetConfig(vocab=300, hidden=32, layers=2, heads=2, nope=16, value=16, intermediate=64, context=192,
                  original_context=48),
-    DrafterConfig(layers=1, heads=2, kv_heads=1, head_dim=16, intermediate=32, block=4, target_layers=(0, 1)),
+    DrafterConfig(layers=1, heads=2, kv_heads=1, head_dim=16, intermediate=32, block=4, target_layers=(0,)),
     sequence=64, batch=4, anchors=3, rollouts=2, rollout_tokens=40, ngram=3,
 )  # fmt: skip
 SAVE_SECONDS = 60.0
@@ -359,6 +359,15 @@ def recipe_of(record: dict) -> Recipe:
     return Recipe(target, drafter, **{k: v for k, v in told.items() if k not in ("target", "drafter")})
 
 
+def exported_target(out: Path, recipe: Recipe) -> Target:
+    """The network with the exported weights, float32, on the CPU."""
+    from safetensors.torch import load_file
+
+    target = Target(recipe.target).eval()
+    target.load_state_dict({k: v.float() for k, v in load_file(str(out / "target" / "model.safetensors")).items()})
+    return target
+
+
 @torch.no_grad()
 def same_logits(out: Path, recipe: Recipe) -> tuple[bool, str]:
     """The exported target in transformers against the network that was trained, float32."""
@@ -366,11 +375,8 @@ def same_logits(out: Path, recipe: Recipe) -> tuple[bool, str]:
         from transformers import DeepseekV2ForCausalLM
     except ImportError as error:
         return False, f"transformers is not here: {error}"
-    from safetensors.torch import load_file
-
     theirs = DeepseekV2ForCausalLM.from_pretrained(str(out / "target"), dtype=torch.float32).eval()
-    ours = Target(recipe.target).eval()
-    ours.load_state_dict({k: v.float() for k, v in load_file(str(out / "target" / "model.safetensors")).items()})
+    ours = exported_target(out, recipe)
     length = min(recipe.target.context, 1500)
     tokens = torch.randint(4, recipe.target.vocab, (1, length), generator=torch.Generator().manual_seed(1))
     apart = (theirs(tokens).logits - ours(tokens)[0]).abs().max().item()

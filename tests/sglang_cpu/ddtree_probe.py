@@ -6,28 +6,18 @@
   ranks    the ranks that the true token is drawn from; [0] is a perfect drafter
   record   path: counts of what happened are written there
   mode_file  path to a file; while it says "graph", steps run on the buffers of a captured graph, padded by a request
+  widths   how many nodes each step verifies, over and over: of an automatic budget, in its place
   fault    "unmoved": accepted K/V stays where the tree had it; a negative control
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 from collections import Counter
 from pathlib import Path
-
-
-def write_entry_point(folder: Path) -> Path:
-    """Write a distribution that names ``register``, which an engine with ``folder`` on its path loads."""
-    info = folder / "mla_verify_ddtree_probe-0.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mla-verify-ddtree-probe\nVersion: 0\n")
-    entry = "[sglang.srt.plugins]\nmla_verify_ddtree_probe = mla_verify_ddtree_probe:register\n"
-    (info / "entry_points.txt").write_text(entry)
-    (folder / "mla_verify_ddtree_probe.py").write_text(Path(__file__).read_text())
-    (folder / "mla_verify_probe.py").write_text(Path(__file__).with_name("probe.py").read_text())
-    return folder
 
 
 def register() -> None:
@@ -113,6 +103,7 @@ def _watch(cls, wanted: dict) -> None:
     def commit_watched(self, prefix, window, accepted, hidden):
         steps = torch.arange(accepted.path.shape[1])
         moved = (accepted.path != steps) & (steps < accepted.count[:, None])
+        counts[f"steps_of_{len(hidden) // len(accepted.count)}_nodes"] += 1
         counts["committed"] += int(accepted.count.sum())
         counts["request_steps"] += len(accepted.count)
         counts["scattered"] += int(moved.any(1).sum())
@@ -125,6 +116,11 @@ def _watch(cls, wanted: dict) -> None:
         else:
             commit(self, prefix, window, accepted, hidden)
 
+    if wanted.get("widths"):
+        from mla_verify_sglang.ddtree.budget import Policy
+
+        forced = itertools.cycle(wanted["widths"])
+        Policy._next = lambda self, cell: next(forced)
     cls._draft, cls._commit, head.TreeHead.candidates = draft_known, commit_watched, candidates_known
     if wanted.get("mode_file"):
         _pad_as_a_graph(Path(wanted["mode_file"]), counts)

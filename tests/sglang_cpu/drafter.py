@@ -1,21 +1,28 @@
-"""A small DFlash drafter with random weights for the tiny MLA model, in the format of SGLang's DFLASH."""
+"""Drafters of the tests: random ones for the tiny MLA model (DFlash, EAGLE), and the trained DFlash with its target.
+
+The trained pair lies in tests/models/weights, where it has been made; its text is what it was not trained on.
+"""
 
 from __future__ import annotations
 
 import json
+import random
 import sys
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from mla_verify_bench.tiny_model import TinyModel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models"))
+MODELS = Path(__file__).resolve().parents[1] / "models"
+sys.path.insert(0, str(MODELS))
+MISSING = "tests/models/weights has no target and drafter; tests/models/train.py makes them"
 
 
 def write(path: Path, model: TinyModel, *, block: int = 8, window: int | None = None, seed: int = 0) -> Path:
     """Write config and weights to the folder ``path``. ``window``: its layers attend that many tokens, causally."""
     import torch
     from network import Drafter, DrafterConfig, TargetConfig
-    from safetensors.torch import save_file
 
     target = TargetConfig(vocab=model.vocab, hidden=model.hidden, layers=model.layers, context=model.context)
     sizes = DrafterConfig(layers=1, heads=4, kv_heads=2, intermediate=256, block=block, target_layers=(0,))
@@ -24,10 +31,77 @@ def write(path: Path, model: TinyModel, *, block: int = 8, window: int | None = 
         config |= {"layer_types": ["sliding_attention"] * sizes.layers, "sliding_window": window}
         config |= {"use_sliding_window": True, "max_window_layers": 0}
     torch.manual_seed(seed)
-    tensors = {
-        k: v.to(getattr(torch, model.dtype)).contiguous() for k, v in Drafter(sizes, target).state_dict().items()
+    return _save(path, model, config, Drafter(sizes, target).state_dict())
+
+
+def write_eagle(path: Path, model: TinyModel, *, seed: int = 0) -> Path:
+    """Write an EAGLE drafter of one Llama layer of random weights; words and their scores are the target's."""
+    import torch
+
+    wide, narrow, heads = model.hidden, 256, 4
+    config = {
+        "architectures": ["LlamaForCausalLMEagle"],
+        "model_type": "llama",
+        "vocab_size": model.vocab,
+        "hidden_size": wide,
+        "intermediate_size": narrow,
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "max_position_embeddings": model.context,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": model.dtype,
     }
+    shapes = {
+        **{f"self_attn.{one}_proj": (heads * 64, wide) for one in "qkv"}, "self_attn.o_proj": (wide, heads * 64),
+        "mlp.gate_proj": (narrow, wide), "mlp.up_proj": (narrow, wide), "mlp.down_proj": (wide, narrow),
+    }  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {f"layers.0.{k}.weight": torch.randn(s, generator=generator) * s[1] ** -0.5 for k, s in shapes.items()}
+    tensors["layers.0.post_attention_layernorm.weight"] = torch.ones(wide)
+    tensors["fc.weight"] = torch.randn(wide, 2 * wide, generator=generator) * (2 * wide) ** -0.5
+    tensors["fc.bias"] = torch.zeros(wide)
+    return _save(path, model, config, tensors)
+
+
+def _save(path: Path, model: TinyModel, config: dict, tensors: dict) -> Path:
+    import torch
+    from safetensors.torch import save_file
+
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    save_file(tensors, str(path / "model.safetensors"), metadata={"format": "pt"})
+    made = {k: v.to(getattr(torch, model.dtype)).contiguous() for k, v in tensors.items()}
+    save_file(made, str(path / "model.safetensors"), metadata={"format": "pt"})
     return path
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The small model that speaks and its drafter: folders in HF format, each with its tokenizer."""
+
+    target: Path
+    drafter: Path
+
+    @cached_property
+    def text(self) -> list[int]:
+        """Held-out text as token ids: files that training leaves out, of the packages that are installed here."""
+        import corpus
+
+        held_out = corpus.collect(40.0).held_out
+        return [int(t) for t in corpus.encode(held_out, self.target / "tokenizer.json")]
+
+    def prompts(self, lengths: list[int], seed: int) -> list[list[int]]:
+        """A piece of held-out text of each length."""
+        rng = random.Random(f"held-out {seed}")
+        starts = [rng.randrange(len(self.text) - length) for length in lengths]
+        return [self.text[at : at + length] for at, length in zip(starts, lengths, strict=True)]
+
+
+def trained() -> Trained | None:
+    """None where the weights are not there."""
+    found = Trained(MODELS / "weights" / "target", MODELS / "weights" / "drafter")
+    return found if all((f / "model.safetensors").exists() for f in (found.target, found.drafter)) else None

@@ -30,6 +30,11 @@ class Accepted:
     tokens: Tensor
     bonus: Tensor
 
+    def rows(self, nodes: int) -> Tensor:
+        """int64 [batch * P]: the rows of ``path`` in what a verify pass of ``nodes`` nodes a request puts out."""
+        first = nodes * torch.arange(len(self.path), device=self.path.device)
+        return (self.path.clamp(max=nodes - 1) + first[:, None]).view(-1)
+
 
 def accept(tree: DraftTree, targets: Tensor, longest: int) -> Accepted:
     """Walk each tree. Nothing waits for the device.
@@ -62,8 +67,7 @@ def _accept(tree: DraftTree, targets: Tensor, longest: int) -> Accepted:
     parents = tree.parents.long()
     agrees = (parents >= 0) & (targets.gather(1, parents.clamp(min=0)) == tree.tokens)
     agrees[:, 0] = True
-    see = ((tree.words[:, index >> 5] >> (index & 31)) & 1).bool().view(batch, nodes, nodes)
-    taken = (agrees[:, None] | ~see).all(-1)
+    taken = (agrees[:, None] | ~tree.sees()).all(-1)
     taken[:, 1:] &= parents[:, 1:] >= 0
     depths = torch.where(taken, tree.depths.long(), 0)
     accepted = depths.amax(1)

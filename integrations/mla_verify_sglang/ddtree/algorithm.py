@@ -12,12 +12,16 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from .. import BACKEND_NAME
 from ..refusals import UnsupportedError
+from .budget import ladder
 from .build import MAX_BUDGET, MAX_DEPTH
 
 NAME = "DDTREE"
 FLAG = "--speculative-ddtree-budget"
 VARIABLE = "MLA_VERIFY_DDTREE_BUDGET"
-DEFAULT_BUDGET = 32
+AUTO = "auto"
+# The widest pass of an automatic budget. The window of a request, the graphs' logits and the mask's words are for it,
+# whatever is chosen; a mask of 32 nodes is one word a row.
+AUTO_NODES = 32
 
 
 class DdtreeAlgorithm(CustomSpecAlgo):
@@ -77,6 +81,7 @@ def register() -> None:
     _answer_as_dflash()
     SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=DdtreeAlgorithm)(_worker)
     HookRegistry.register("sglang.srt.server_args.ServerArgs.add_cli_args", _add_flag, HookType.AROUND)
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.get_internal_state", _report, HookType.AFTER)
 
 
 def _worker(server_args) -> type:
@@ -85,24 +90,40 @@ def _worker(server_args) -> type:
     return DdtreeWorker
 
 
+def _report(result, scheduler, *args, **kwargs) -> None:
+    if isinstance(scheduler.spec_algorithm, DdtreeAlgorithm):
+        result.internal_state.update(scheduler.draft_worker.report())
+
+
 # ---- the budget ----
 
 
-def parse_budget(text: str) -> int:
-    """Nodes beside the root. Raises ValueError in words."""
+def parse_budget(text: str) -> int | None:
+    """Nodes beside the root; None for auto. Raises ValueError in words."""
+    if text == AUTO:
+        return None
     try:
         value = int(text)
     except ValueError:
         value = 0
     if not 1 <= value <= MAX_BUDGET:
-        raise ValueError(f"{FLAG} (or {VARIABLE}) is {text!r}; expected a number of nodes, 1 to {MAX_BUDGET}")
+        raise ValueError(f"{FLAG} (or {VARIABLE}) is {text!r}; expected {AUTO} or a number of nodes, 1 to {MAX_BUDGET}")
     return value
 
 
+def _asked() -> str:
+    return os.environ.get(VARIABLE, "").strip()
+
+
 def budget(nodes: int) -> int:
-    """What the trees of a server that verifies ``nodes`` nodes may hold beside their root."""
-    text = os.environ.get(VARIABLE, "")
-    return parse_budget(text) if text else nodes - 1
+    """What the trees of a server that verifies at most ``nodes`` nodes may hold beside their root."""
+    fixed = parse_budget(_asked()) if _asked() else None
+    return nodes - 1 if fixed is None else fixed
+
+
+def widths(nodes: int, block: int) -> tuple[int, ...]:
+    """The numbers of nodes that a verify pass may have: ``nodes`` alone where the budget is fixed."""
+    return ladder(block, nodes) if _asked() == AUTO else (nodes,)
 
 
 class _SetBudget(argparse.Action):
@@ -110,7 +131,7 @@ class _SetBudget(argparse.Action):
 
     def __call__(self, parser, namespace, value, option=None) -> None:
         try:
-            os.environ[VARIABLE] = str(parse_budget(value))
+            os.environ[VARIABLE] = str(parse_budget(value) or AUTO)
         except ValueError as error:
             parser.error(str(error))
 
@@ -121,9 +142,10 @@ def _add_flag(original, parser) -> None:
         FLAG,
         action=_SetBudget,
         default=argparse.SUPPRESS,
-        metavar=f"1..{MAX_BUDGET}",
-        help=f"{NAME} only. Nodes of the draft tree beside its root. Default: --speculative-num-draft-tokens - 1 where "
-        f"that is given, else {DEFAULT_BUDGET}. {VARIABLE} does the same.",
+        metavar=f"{AUTO}|1..{MAX_BUDGET}",
+        help=f"{NAME} only. Nodes of the draft tree beside its root. {AUTO}: chosen at each step by what verifying "
+        f"them costs and brings, at most --speculative-num-draft-tokens - 1 (default {AUTO_NODES - 1}). Default: "
+        f"--speculative-num-draft-tokens - 1 where that alone is given, else {AUTO}. {VARIABLE} does the same.",
     )
 
 
@@ -133,9 +155,12 @@ def _nodes(block: int, given: int | None) -> int:
         raise UnsupportedError(
             f"the drafter's block is {block} tokens; {NAME} builds trees from blocks of 2 to {MAX_DEPTH + 1}"
         )
-    text = os.environ.get(VARIABLE, "")
-    if text:
-        nodes = max(parse_budget(text) + 1, block)
+    text = _asked()
+    if not text and given is None:
+        text = os.environ[VARIABLE] = AUTO  # the workers are started with this environment
+    fixed = parse_budget(text) if text else None
+    if fixed is not None:
+        nodes = max(fixed + 1, block)
         if given not in (None, nodes):
             raise UnsupportedError(
                 f"--speculative-num-draft-tokens {given} and {FLAG} {text} contradict each other: the budget makes it "
@@ -143,7 +168,7 @@ def _nodes(block: int, given: int | None) -> int:
             )
         return nodes
     if given is None:
-        return max(DEFAULT_BUDGET + 1, block)
+        return max(AUTO_NODES, block)
     if not block <= given <= MAX_BUDGET + 1:
         raise UnsupportedError(
             f"--speculative-num-draft-tokens is {given}; {NAME} verifies {block} (the drafter's block) to "

@@ -9,7 +9,8 @@ Equal probabilities: the lexicographically smaller tuple of ranks first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,33 +29,57 @@ class DraftTree:
     tokens   int64 [batch, N]
     parents  int32 [batch, N]; -1 for the root and for nodes that are no part of the tree
     depths   int32 [batch, N]; the root's is 0, and so is that of nodes outside the tree
-    words    int32 [batch * N, ceil(N / 32)]: bit j of row i: node i sees node j (``mla_verify.Tree.words``).
+    words    int32 [batch, N, ceil(N / 32)]: bit j of row i: node i sees node j (``mla_verify.Tree.words``).
              A node outside the tree sees itself alone
+    scores   float32 [batch, N]: the log-probability of the path to a node, by the draft; -inf outside the tree
     """
 
     tokens: Tensor
     parents: Tensor
     depths: Tensor
     words: Tensor
+    scores: Tensor
 
     @classmethod
     def empty(cls, batch: int, nodes: int, device: torch.device | str) -> DraftTree:
-        def of(dtype: torch.dtype, *shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+        def of(dtype: torch.dtype, *more: int) -> Tensor:
+            return torch.zeros((batch, nodes, *more), dtype=dtype, device=device)
 
-        shape = (batch, nodes)
-        words = of(torch.int32, batch * nodes, (nodes + 31) // 32)
-        return cls(of(torch.int64, *shape), of(torch.int32, *shape), of(torch.int32, *shape), words)
+        words = of(torch.int32, (nodes + 31) // 32)
+        return cls(of(torch.int64), of(torch.int32), of(torch.int32), words, of(torch.float32))
+
+    @classmethod
+    def roots(cls, tokens: Tensor) -> DraftTree:
+        """Trees of a root alone; tokens int64 [batch]."""
+        made = cls.empty(len(tokens), 1, tokens.device)
+        made.parents.fill_(-1)
+        made.words.fill_(1)
+        return replace(made, tokens=tokens.contiguous().view(-1, 1))
 
     @property
     def nodes(self) -> int:
         return self.tokens.shape[1]
 
-    def first(self, batch: int) -> DraftTree:
-        """The trees of the first ``batch`` requests; the same storage."""
+    def first(self, batch: int, nodes: int | None = None) -> DraftTree:
+        """The first ``nodes`` nodes of the first ``batch`` requests, which are trees too; the same storage."""
+        n = self.nodes if nodes is None else nodes
         return DraftTree(
-            self.tokens[:batch], self.parents[:batch], self.depths[:batch], self.words[: batch * self.nodes]
-        )
+            self.tokens[:batch, :n], self.parents[:batch, :n], self.depths[:batch, :n],
+            self.words[:batch, :n, : (n + 31) // 32], self.scores[:batch, :n],
+        )  # fmt: skip
+
+    def sees(self) -> Tensor:
+        """``words`` unpacked: bool [batch, N, N], row i sees column j."""
+        index = torch.arange(self.nodes, device=self.words.device)
+        return ((self.words[:, :, index >> 5] >> (index & 31)) & 1).bool()
+
+    def expected_drafts(self, widths: Sequence[int]) -> Tensor:
+        """By the draft's own probabilities, how many nodes beside the root a target accepts: float32 [batch, widths].
+
+        A node is accepted when its whole path is; so it is the sum of ``exp(scores)`` over the first ``width`` nodes.
+        """
+        sums = self.scores.exp().cumsum(1) - 1.0
+        return torch.stack([sums[:, width - 1] for width in widths], 1)
 
 
 def log_probabilities(logits: Tensor, lse: Tensor) -> Tensor:
@@ -110,7 +135,8 @@ def _build(bonus: Tensor, ids: Tensor, logprobs: Tensor, budget: int, out: Draft
     out.tokens.zero_()
     out.parents.fill_(-1)
     out.depths.zero_()
-    out.tokens[:, 0] = bonus
+    out.scores.fill_(float("-inf"))
+    out.tokens[:, 0], out.scores[:, 0] = bonus, 0.0
     see = torch.eye(out.nodes, dtype=torch.bool, device=device).repeat(batch, 1, 1)
     for node in range(1, budget + 1):
         best = score.amax(1)
@@ -124,6 +150,7 @@ def _build(bonus: Tensor, ids: Tensor, logprobs: Tensor, budget: int, out: Draft
         out.tokens[:, node] = torch.where(alive, ids[row, (d - 1).clamp(min=0), r], 0)
         out.parents[:, node] = torch.where(alive, p, -1).int()
         out.depths[:, node] = torch.where(alive, d, 0).int()
+        out.scores[:, node] = best
         see[:, node] |= see[row, p] & alive[:, None]
         deeper = d.clamp(max=depth - 1)
         score[:, node] = torch.where(alive & (d < depth), best + logprobs[row, deeper, 0], float("-inf"))
@@ -150,4 +177,4 @@ def _unit(depth: Tensor) -> tuple[Tensor, Tensor]:
 def _pack(see: Tensor) -> Tensor:
     from mla_verify import Tree
 
-    return Tree.from_mask(see, checked=False).words
+    return Tree.from_mask(see, checked=False).words.view(*see.shape[:2], -1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,20 +19,26 @@ class TreeHead:
     budget  nodes of a tree beside its root
     count   candidates of a position
     trees   what is written, for as many requests as a step may have
+    widths  sizes of tree, for which ``expected`` [requests, widths] is written as well (``DraftTree.expected_drafts``)
     """
 
     def __init__(
-        self, weight: Tensor, *, own: int, start: int, group, block: int, budget: int, count: int, trees: DraftTree
-    ) -> None:
+        self, weight: Tensor, *, own: int, start: int, group, block: int, budget: int, count: int, trees: DraftTree,
+        widths: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         self.weight, self.own, self.start, self.group = weight, own, start, group
-        self.block, self.budget, self.count, self.trees = block, budget, count, trees
+        self.block, self.budget, self.count, self.trees, self.widths = block, budget, count, trees, widths
+        self.expected = weight.new_zeros(len(trees.tokens), len(widths), dtype=torch.float32) if widths else None
 
     def __call__(self, hidden: Tensor, input_ids: Tensor) -> DraftTree:
         """hidden [batch * block, H] and the ids that the drafter was fed; the first of a block is the bonus token."""
         batch = hidden.shape[0] // self.block
         masks = hidden.view(batch, self.block, -1)[:, 1:].to(self.weight.dtype)
         ids, logprobs = self.candidates(masks @ self.weight.T)
-        return build(input_ids.view(batch, -1)[:, 0], ids, logprobs, self.budget, self.trees.first(batch))
+        tree = build(input_ids.view(batch, -1)[:, 0], ids, logprobs, self.budget, self.trees.first(batch))
+        if self.expected is not None:
+            self.expected[:batch].copy_(tree.expected_drafts(self.widths))
+        return tree
 
     def candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Token ids and log-probabilities [batch, D, K] over the vocabulary of all ranks, from this rank's logits."""

@@ -22,20 +22,20 @@ def build_trees(bonus: Tensor, ids: Tensor, logprobs: Tensor, budget: int, out: 
     ids, logprobs = ids.contiguous(), logprobs.contiguous()
     bonus = bonus.contiguous()  # it may be a column of the drafter's input
     _build_tree[(batch,)](
-        bonus, ids, logprobs, out.tokens, out.parents, out.depths, out.words, depth, width, budget, out.nodes,
-        WORDS=out.words.shape[1], SLOTS=triton.next_power_of_2(budget + 1), LANES=triton.next_power_of_2(out.nodes),
-        num_warps=1,
+        bonus, ids, logprobs, out.tokens, out.parents, out.depths, out.words, out.scores, depth, width, budget,
+        out.nodes, WORDS=out.words.shape[2], SLOTS=triton.next_power_of_2(budget + 1),
+        LANES=triton.next_power_of_2(out.nodes), num_warps=1,
     )  # fmt: skip
 
 
 def accept_paths(tree: DraftTree, targets: Tensor, done: Accepted) -> None:
-    """See ``accept.accept``; one program a request."""
+    """See ``accept.accept``; one program a request. The trees may be the first nodes of larger ones."""
     batch, nodes = tree.tokens.shape
     longest = done.path.shape[1]
     _accept_path[(batch,)](
         tree.tokens, tree.parents, tree.depths, tree.words, targets, done.path, done.count, done.tokens, done.bonus,
-        nodes, longest, WORDS=tree.words.shape[1], LANES=triton.next_power_of_2(nodes),
-        PLACES=triton.next_power_of_2(longest), num_warps=1,
+        nodes, longest, tree.tokens.stride(0), tree.words.stride(1), WORDS=tree.words.shape[2],
+        LANES=triton.next_power_of_2(nodes), PLACES=triton.next_power_of_2(longest), num_warps=1,
     )  # fmt: skip
 
 
@@ -62,12 +62,12 @@ def _unit(depth, FIRST: tl.constexpr):
 
 @triton.jit
 def _build_tree(
-    bonus, ids, logprobs, tokens, parents, depths, words, depth, width, budget, nodes,
+    bonus, ids, logprobs, tokens, parents, depths, words, scores, depth, width, budget, nodes,
     WORDS: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """A slot is a path that may be taken next: its sibling takes its place, its child the slot of the node's number.
 
-    Slots live in registers of one warp; a step is eight reductions over them and six scalar stores.
+    Slots live in registers of one warp; a step is eight reductions over them and four scalar stores.
     """
     b = tl.program_id(0).to(tl.int64)
     ids += b * depth * width
@@ -76,11 +76,13 @@ def _build_tree(
     parents += b * nodes
     depths += b * nodes
     words += b * nodes * WORDS
+    scores += b * nodes
     nothing = float("-inf")
     lane = tl.arange(0, LANES)
     tl.store(tokens + lane, tl.where(lane == 0, tl.load(bonus + b), 0), mask=lane < nodes)
     tl.store(parents + lane, tl.full([LANES], -1, tl.int32), mask=lane < nodes)
     tl.store(depths + lane, tl.zeros([LANES], tl.int32), mask=lane < nodes)
+    tl.store(scores + lane, tl.where(lane == 0, 0.0, nothing), mask=lane < nodes)
     tl.debug_barrier()
 
     slot = tl.arange(0, SLOTS)
@@ -107,6 +109,7 @@ def _build_tree(
             tl.store(tokens + node, tl.load(ids + (d - 1) * width + r))
             tl.store(parents + node, p)
             tl.store(depths + node, d)
+            tl.store(scores + node, best)
             sibling = s + tl.load(logprobs + (d - 1) * width + r + 1, mask=r + 1 < width, other=nothing)
             child = best + tl.load(logprobs + d * width, mask=d < depth, other=nothing)
             score = tl.where(chosen, sibling, score)
@@ -147,15 +150,15 @@ def _build_tree(
 
 @triton.jit
 def _accept_path(
-    tokens, parents, depths, words, targets, path, count, committed, bonus, nodes, longest,
+    tokens, parents, depths, words, targets, path, count, committed, bonus, nodes, longest, stride, row,
     WORDS: tl.constexpr, LANES: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """A node is taken when it and all its ancestors agree: one pass over all nodes, no walk."""
     b = tl.program_id(0).to(tl.int64)
-    tokens += b * nodes
-    parents += b * nodes
-    depths += b * nodes
-    words += b * nodes * WORDS
+    tokens += b * stride
+    parents += b * stride
+    depths += b * stride
+    words += b * stride * row
     targets += b * nodes
     path += b * longest
     committed += b * longest
@@ -170,7 +173,7 @@ def _accept_path(
     for word in tl.static_range(WORDS):
         mine = (lane >> 5) == word
         bits = tl.sum(tl.where(mine & agrees, tl.full([LANES], 1, tl.int32) << (lane & 31), 0), 0)
-        seen = tl.load(words + lane * WORDS + word, mask=inside, other=0)
+        seen = tl.load(words + lane * row + word, mask=inside, other=0)
         taken = taken & ((seen & ~bits) == 0)
     accepted = tl.max(tl.where(taken, depth, 0), 0)
     last = tl.sum(tl.where(taken & (depth == accepted), lane, 0), 0)

@@ -87,9 +87,8 @@ def penalize(logits: Tensor, tree: DraftTree, counts: Tensor, reqs) -> None:
     """
     batch, nodes, vocabulary = logits.shape
     device = logits.device
-    index = torch.arange(nodes, device=device)
-    see = ((tree.words[:, index >> 5] >> (index & 31)) & 1).view(batch, nodes, nodes)
-    see = torch.where(index > 0, see, 0)  # the root is counted already
+    see = tree.sees()
+    see[:, :, 0] = False  # the root is counted already
     seen = counts[:, None].repeat(1, nodes, 1)
     seen.scatter_add_(2, tree.tokens[:, None].expand(-1, nodes, -1), see.to(seen.dtype))
 

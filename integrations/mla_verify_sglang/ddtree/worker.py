@@ -7,13 +7,17 @@ Prefill, the drafter's weights, K/V and graphs are DFLASH's own. A decode step h
   commit   accepted K/V rows move to the front of the window; the drafter is given their hidden states in order
 The drafter's block and the verify window have widths of their own: SGLang's speculative_num_draft_tokens is the
 window's, and the drafter is built and captured under an override of it.
+With an automatic budget each step verifies the first nodes of its tree alone, as many as ``budget`` chooses: the window
+is for the widest, the draft is the same whatever the width, and each width has graphs of its own.
 """
 
 from __future__ import annotations
 
 import logging
+import time
+from collections import deque
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,19 +26,23 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 from sglang.srt.runtime_context import get_exec, get_spec
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
+from sglang.srt.utils import get_available_gpu_memory
 from torch import Tensor
 
-from .. import compat
 from ..refusals import UnsupportedError
-from . import algorithm, sampling
+from . import algorithm, compat, sampling
 from .accept import Accepted, accept
+from .budget import Observation, Policy, note_nodes
 from .build import DraftTree
 from .commit import Mover
 from .head import TreeHead
+from .meter import Meter
 
 logger = logging.getLogger(__name__)
+SHARE = 16  # steps after which ranks are told what the first of them has observed
 
 
 @dataclass
@@ -54,11 +62,18 @@ class DdtreeWorker(DFlashWorkerV2):
         self.server_args = server_args
         self.nodes = int(get_spec().speculative_num_draft_tokens)
         self.budget = algorithm.budget(self.nodes)
+        self.policy = Policy(algorithm.widths(self.nodes, block))
         self.speculative_num_draft_tokens = self.nodes  # what /server_info reports
         self._require_plain_drafter()
         self._head: TreeHead | None = None
         self._mover: Mover | None = None
         self._counts = sampling.OutputCounts()
+        self._meter = Meter(self.device)
+        self._observed: list[Observation] = []  # and not told to all ranks yet
+        self._steps = 0
+        self._running: deque[tuple[int, list]] = deque()  # width and requests of steps without a result yet
+        self._roots: DraftTree | None = None
+        self._runners: dict[int, Any] = {}  # target graphs of the widths below the widest
         self._node_steps = torch.arange(self.nodes, device=self.device)
         self.model_runner.spec_algorithm.block = self.block_size
         compat.gather_verify_logits(self)
@@ -67,7 +82,10 @@ class DdtreeWorker(DFlashWorkerV2):
             self.draft_model.forward_embed = lambda ids: compat.draft_embedding(self, ids)
         if get_tp_group().rank_in_group == 0:
             logger.info(
-                "DDTREE: budget %d, verify %d nodes, drafter block %d", self.budget, self.nodes, self.block_size
+                "DDTREE: budget %s, verify %s nodes, drafter block %d",
+                "auto" if self.policy.is_choice else self.budget,
+                " or ".join(map(str, self.policy.widths)),
+                self.block_size,
             )
 
     def _require_plain_drafter(self) -> None:
@@ -83,6 +101,13 @@ class DdtreeWorker(DFlashWorkerV2):
             raise UnsupportedError("DDTREE does not serve a vocabulary with added (LoRA) tokens")
         if shard is None and get_tp_group().world_size > 1:
             raise UnsupportedError("DDTREE can't tell which tokens this rank's lm_head holds; use --tp-size 1")
+        drafter = parse_dflash_draft_config(draft_hf_config=self.draft_model_runner.model_config.hf_config)
+        layers, read = int(self.model_runner.model_config.num_hidden_layers), drafter.target_layer_ids
+        if read and max(read) >= layers - 1:
+            raise UnsupportedError(
+                f"the drafter reads layers {list(read)} of the target's {layers}; SGLang takes a layer's "
+                f"output where the next one begins, so the last that can be read is {layers - 2}; train it on others"
+            )
         for name in ("selector", "lilicorr", "_is_domino"):
             if getattr(self, name, None):
                 raise UnsupportedError(
@@ -104,6 +129,44 @@ class DdtreeWorker(DFlashWorkerV2):
     def init_cuda_graphs(self) -> None:
         with self._draft_width():
             super().init_cuda_graphs()
+        if not self.policy.is_choice:
+            return
+        runner = self.model_runner
+        kind = runner._decode_cuda_graph_runner_cls()
+        if isinstance(runner.decode_cuda_graph_runner, kind):
+            before, began = get_available_gpu_memory(self.device, self.gpu_id), time.perf_counter()
+            with _buffers_kept(runner.attn_backend):
+                for width in reversed(self.policy.widths[:-1]):
+                    self._runners[width] = kind(runner, speculative_num_draft_tokens=width)
+            taken = before - get_available_gpu_memory(self.device, self.gpu_id)
+            self._additional_graph_memory_usage["target_verify"] = taken
+            logger.info("DDTREE: graphs of %s nodes, %.2f GB, %.1f s", list(self._runners), taken,
+                        time.perf_counter() - began)  # fmt: skip
+        if torch.device(self.device).type == "cuda":
+            self._compile()
+
+    def _compile(self) -> None:
+        """Have the kernels of each width compiled now, where nobody waits for a token."""
+        nothing = torch.zeros(1, self.nodes, dtype=torch.int64, device=self.device)
+        whole = DraftTree.empty(1, self.nodes, self.device)
+        whole.parents.fill_(-1)
+        for width in self.policy.widths:
+            # As a step has them: a kernel is compiled for strides and widths of 1, of multiples of 16, and others.
+            tree = whole.first(1, width) if width > 1 else self._undrafted(nothing[0, :1])
+            done = accept(tree, tree.tokens, min(width, self.block_size))
+            # Slot 0 is nobody's, and a path of one node moves nothing.
+            self._mover_of_target().move(nothing[:, :width].contiguous(), done.path, done.count)
+
+    @contextmanager
+    def _graphs_of(self, width: int):
+        """The target runs in the graphs that were captured for ``width`` nodes a request."""
+        runner = self.model_runner
+        widest = runner.decode_cuda_graph_runner
+        runner.decode_cuda_graph_runner = self._runners.get(width, widest)
+        try:
+            yield
+        finally:
+            runner.decode_cuda_graph_runner = widest
 
     def _maybe_build_draft_sampler(self) -> TreeHead:
         return self._tree_head()
@@ -122,15 +185,61 @@ class DdtreeWorker(DFlashWorkerV2):
                 budget=self.budget,
                 trees=DraftTree.empty(max(runner.req_to_token_pool.size, *captured), self.nodes, self.device),
                 count=min(self.budget, int(runner.model_config.vocab_size)),
+                widths=self.policy.widths if self.policy.is_choice else (),
             )
         return self._head
+
+    # ---- the width of a step ----
+
+    def _choose(self, batch) -> int:
+        """How many nodes this step verifies; the same on all ranks, and nothing waits for the device."""
+        if not self.policy.is_choice:
+            self.policy.choose(len(batch.reqs), 0)
+            return self.nodes
+        group = get_tp_group()
+        self._observed += self._meter.read()
+        self._steps += 1
+        if group.world_size == 1 or self._steps % SHARE == 0:
+            # Clocks differ from rank to rank: the first one's go for all.
+            self.policy.observe(group.broadcast_object(self._observed, src=0))
+            self._observed = []
+        depth = int(compat.host_lens(batch, 0).max())
+        width = self.policy.choose(len(batch.reqs), depth)
+        self._meter.begin(width, depth, tuple(map(id, batch.reqs)), self.policy.settled())
+        self._running.append((width, list(batch.reqs)))
+        return width
+
+    def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
+        """SGLang calls it for each decode step, in order, when its result is on the host."""
+        if not self._running:
+            return
+        width, requests = self._running.popleft()
+        if len(requests) != len(num_correct_drafts_per_req):
+            self._running.clear()  # a step was dropped: what is left can't be told apart
+            return
+        self.policy.accepted(width, num_correct_drafts_per_req)
+        for request, drafts in zip(requests, num_correct_drafts_per_req, strict=True):
+            note_nodes(request, width, drafts + 1)
+
+    def report(self) -> dict[str, Any]:
+        """What /server_info says of the budget."""
+        steps = self.policy.steps
+        verified = sum(width * count for width, count in steps.items())
+        return {
+            "ddtree_budget": "auto" if self.policy.is_choice else self.budget,
+            "ddtree_mean_nodes": verified / max(1, sum(steps.values())),
+            "ddtree_steps_by_nodes": {str(width): steps[width] for width in self.policy.widths},
+        }
 
     # ---- steps ----
 
     def forward_batch_generation(self, batch, on_publish=None, grammar_barrier=None, **others):
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
+            self._meter.interrupt()
             result = super().forward_batch_generation(batch, on_publish, grammar_barrier, **others)
             self._counts.begin(batch, result.next_token_ids, self.model_runner)
+            for request in batch.reqs if self.policy.is_choice else ():
+                note_nodes(request, 0, 1)
             return result
         if batch.forward_mode.is_idle() or batch.spec_info is None:
             return super().forward_batch_generation(batch, on_publish, grammar_barrier, **others)
@@ -140,10 +249,17 @@ class DdtreeWorker(DFlashWorkerV2):
         prefix = batch.seq_lens
         if prefix.is_cuda:
             prefix.record_stream(torch.cuda.current_stream())
+        width = self._choose(batch)
+        longest = min(width, self.block_size)
         table = self.model_runner.req_to_token_pool.req_to_token
-        window = table[batch.req_pool_indices[:, None], prefix[:, None] + self._node_steps].long()
+        window = table[batch.req_pool_indices[:, None], prefix[:, None] + self._node_steps[:width]].long()
         widest = batch.spec_info.max_top_k  # verify puts its own in the place of the draft input
-        tree = self._draft(batch, window)
+        if width == 1:
+            tree = self._undrafted(batch.spec_info.bonus_tokens)
+        else:
+            tree = self._draft(batch, window).first(len(prefix), width)
+            if self.policy.reads_promise():
+                self._meter.promise(self._tree_head().expected[: len(prefix)])
         grammar_tree = _grammar_tree(tree) if batch.has_grammar else None
 
         output, graph = self._verify(batch, window, tree)
@@ -157,8 +273,8 @@ class DdtreeWorker(DFlashWorkerV2):
         sampling.adjust(logits, batch.sampling_info, tree, batch.reqs, self._counts.of(batch))
         if mask is not None:
             mask.apply(logits)
-        targets = sampling.targets(logits, batch.sampling_info, tree.nodes, widest)
-        accepted = accept(tree, self._same_on_all_ranks(targets), self.block_size)
+        targets = sampling.targets(logits, batch.sampling_info, width, widest)
+        accepted = accept(tree, self._same_on_all_ranks(targets), longest)
         lens = prefix + accepted.count.to(prefix.dtype)
         if on_publish is not None:
             on_publish(lens)
@@ -173,9 +289,15 @@ class DdtreeWorker(DFlashWorkerV2):
             accept_lens=accepted.count,
             can_run_cuda_graph=graph,
             next_draft_input=self._make_next_draft_input_decode(bonus_tokens=accepted.bonus, new_seq_lens=lens),
-            speculative_num_draft_tokens=self.block_size,  # the tokens' stride
+            speculative_num_draft_tokens=longest,  # the tokens' stride
             new_seq_lens=lens,
         )
+
+    def _undrafted(self, bonus: Tensor) -> DraftTree:
+        """Trees of the root alone: a plain decode step, after which the drafter's K/V is as complete as after any."""
+        if self._roots is None or len(self._roots.tokens) < len(bonus):
+            self._roots = DraftTree.roots(bonus.new_zeros(max(len(bonus), self.model_runner.req_to_token_pool.size)))
+        return replace(self._roots.first(len(bonus)), tokens=bonus[:, None])
 
     def _draft(self, batch, window: Tensor) -> DraftTree:
         """The drafter over [bonus, mask, …], non-causal within the block, and the trees of its marginals."""
@@ -217,41 +339,55 @@ class DdtreeWorker(DFlashWorkerV2):
         inputs = TreeVerifyInput(
             draft_token=tree.tokens.reshape(-1),
             positions=(batch.seq_lens[:, None] + tree.depths).reshape(-1),
-            draft_token_num=self.nodes,
+            draft_token_num=tree.nodes,
             capture_hidden_mode=CaptureHiddenMode.FULL,
-            tree_words=tree.words,
+            tree_words=tree.words.flatten(0, 1),
         )
         batch.out_cache_loc = window.reshape(-1)
         kept = batch.seq_lens_cpu, batch.seq_lens_sum
         batch.seq_lens_cpu = compat.host_lens(batch, self.block_size).to(torch.int64)
         batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
-        forward_batch, _ = inputs.prepare_for_verify(batch, self.target_worker)
-        batch.seq_lens_cpu, batch.seq_lens_sum = kept
-        result = self.target_worker.forward_batch_generation(
-            batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
-        )
+        with self._graphs_of(tree.nodes):
+            forward_batch, _ = inputs.prepare_for_verify(batch, self.target_worker)
+            batch.seq_lens_cpu, batch.seq_lens_sum = kept
+            result = self.target_worker.forward_batch_generation(
+                batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
+            )
         return result.logits_output, result.can_run_cuda_graph
 
     def _commit(self, prefix: Tensor, window: Tensor, accepted: Accepted, hidden: Tensor) -> None:
         """Target K/V into path order, then the drafter's K/V of the accepted tokens from their hidden states."""
-        if self._mover is None:
-            self._mover = Mover(list(self.model_runner.token_to_kv_pool.kv_buffer))
-        self._mover.move(window, accepted.path, accepted.count)
-        size, block = accepted.path.shape
-        rows = accepted.path.clamp(max=self.nodes - 1) + self.nodes * torch.arange(size, device=window.device)[:, None]
-        slots = window[:, :block].contiguous()
+        self._mover_of_target().move(window, accepted.path, accepted.count)
+        size, longest = accepted.path.shape
+        slots = window[:, :longest].contiguous()
         self._append_target_hidden_to_draft_kv_by_loc(
-            target_hidden=hidden[rows.view(-1)],
+            target_hidden=hidden[accepted.rows(len(hidden) // size)],
             cache_loc=slots.view(-1),
             cache_loc_2d=slots,
-            positions=(prefix[:, None] + self._block_pos_offsets).view(-1),
+            positions=(prefix[:, None] + self._block_pos_offsets[:longest]).view(-1),
             commit_lens=accepted.count,
         )
+
+    def _mover_of_target(self) -> Mover:
+        if self._mover is None:
+            self._mover = Mover(list(self.model_runner.token_to_kv_pool.kv_buffer))
+        return self._mover
 
     def _same_on_all_ranks(self, targets: Tensor) -> Tensor:
         """Rank 0's tokens: a draw, or the argmax of logits that differ in the last bit, must not part the ranks."""
         group = get_tp_group()
         return group.broadcast(targets, src=0) if group.world_size > 1 else targets
+
+
+@contextmanager
+def _buffers_kept(backend):
+    """Graphs that are captured now read the buffers that those of the widest window have: they are large enough, and
+    new ones would take them from graphs that go on reading them."""
+    backend.init_cuda_graph_state = lambda max_bs, max_num_tokens: None
+    try:
+        yield
+    finally:
+        del backend.init_cuda_graph_state
 
 
 def _grammar_tree(tree: DraftTree) -> GrammarTree:

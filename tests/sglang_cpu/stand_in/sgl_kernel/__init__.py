@@ -84,12 +84,38 @@ def verify_tree_greedy_cpu(
         predicts[here] = target[here]
 
 
+def build_tree_kernel_efficient_cpu(
+    parents, selected, lens, mask, positions, index, next_token, next_sibling, topk, depth, nodes, mode
+):
+    """EAGLE's trees from its candidates: ``selected`` [requests, nodes - 1], ``topk`` of them a row of ``parents``.
+
+    The mask is QLEN_ONLY, [requests, nodes, nodes].
+    """
+    assert int(mode) == 1, f"tree_mask_mode is {mode}; the stand-in writes QLEN_ONLY alone"
+    seen = mask[: len(lens) * nodes * nodes].view(len(lens), nodes, nodes)
+    seen.zero_()
+    for b, (chosen, above) in enumerate(zip(selected.tolist(), parents.tolist(), strict=True)):
+        parent = [-1]
+        for candidate in chosen[: nodes - 1]:
+            row = candidate // topk
+            parent.append(0 if row == 0 else chosen.index(above[row]) + 1)
+        for node in range(nodes):
+            here, steps = node, 0
+            while here != -1:
+                seen[b, node, here] = True
+                here, steps = parent[here], steps + 1
+            positions[b * nodes + node] = lens[b] + steps - 1
+            index[b, node] = b * nodes + node
+        for node in range(nodes - 1, 0, -1):
+            next_sibling[b, node] = next_token[b, parent[node]]
+            next_token[b, parent[node]] = node
+
+
 def _missing(name):
     def call(*args, **kwargs):
-        raise NotImplementedError(f"the sgl_kernel stand-in has no {name}; EAGLE needs a GPU")
+        raise NotImplementedError(f"the sgl_kernel stand-in has no {name}; multi-layer EAGLE needs a GPU")
 
     return call
 
 
-build_tree_kernel_efficient_cpu = _missing("build_tree_kernel_efficient_cpu")
 rotate_input_ids_cpu = _missing("rotate_input_ids_cpu")
