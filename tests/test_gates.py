@@ -133,6 +133,25 @@ def test_engines_run_side_by_side(tmp_path):
     assert set(record.environments) == {"main", *other}
 
 
+@pytest.mark.parametrize("busy, measured", [(87.0, False), (3.0, True), (None, True)])
+def test_nothing_is_timed_on_a_busy_gpu(tmp_path, monkeypatch, busy, measured):
+    root = toy.checkout(
+        tmp_path,
+        toy.gate("exact", needs=["gpu"]),
+        toy.figure("fast", ">=", 2, needs=["gpu"]),
+        toy.figure("any", ">=", 2),
+    )
+    hardware, versions, _ = gates.records.hardware_and_versions()
+    card = {"name": "toy card", "capability": "9.0", "sm_count": 1, "memory_bytes": 1}
+    card = hardware.model_copy(update={"gpu": gates.records.Gpu(**card)})
+    monkeypatch.setattr(gates.records, "hardware_and_versions", lambda *_: (card, versions, ""))
+    monkeypatch.setattr(gates.records, "busy_percent", lambda *_: busy)
+    results, record = run(root)
+    assert set(results) == {"exact", "any"} | ({"fast"} if measured else set())
+    if not measured:
+        assert record.not_run["fast"] == "another program keeps the GPU 87 % busy; end it and run again"
+
+
 def test_only_brings_exactness_along(tmp_path):
     root = toy.checkout(
         tmp_path, toy.gate("exact"), toy.gate("on-card", needs=["sm_120"]), toy.gate("static", kind="static"),

@@ -37,6 +37,7 @@ CLASSES: tuple[HardwareClass, ...] = ("any", "gpu", "sm_120")
 _OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "==": operator.eq}
 NOT_BUILT = "not built yet"
 VOID = "exactness failed in this run"
+BUSY_PERCENT = 10.0  # of a GPU that others use so much, times say nothing
 
 
 class PhaseError(ValueError):
@@ -357,7 +358,10 @@ class Runner:
         try:
             # Nothing runs beside what is timed.
             for kinds, jobs in ((("exact", "static"), self._jobs), (("ratio", "bound"), 1)):
-                self._run_kinds([gate for gate in ready if gate.kind in kinds], digests, jobs)
+                chosen = [gate for gate in ready if gate.kind in kinds]
+                if "ratio" in kinds and hardware.gpu:
+                    chosen = self._alone(chosen, python)
+                self._run_kinds(chosen, digests, jobs)
         except KeyboardInterrupt:
             interrupted = True
             self._say("[yellow]interrupted[/]: keeping the gates that had finished")
@@ -405,6 +409,17 @@ class Runner:
             else:
                 ready.append(gate)
         return ready
+
+    def _alone(self, gates: list[Gate], python: str) -> list[Gate]:
+        """The gates that can be timed now: those of a GPU only where no other program keeps it busy."""
+        on_gpu = [gate for gate in gates if "any" not in gate.needs]
+        busy = records.busy_percent(python, self._environ) if on_gpu else None
+        if busy is None or busy <= BUSY_PERCENT:
+            return gates
+        why = f"another program keeps the GPU {busy:.0f} % busy; end it and run again"
+        self.not_run |= {gate.id: why for gate in on_gpu}
+        self._say(f"[yellow]NOT MEASURED[/] {len(on_gpu)} timed gates: {why}")
+        return [gate for gate in gates if gate not in on_gpu]
 
     def _run_kinds(self, gates: list[Gate], digests: dict[str, str], jobs: int) -> None:
         tests: dict[tuple, list[Gate]] = {}

@@ -14,6 +14,7 @@ import platform
 import re
 import subprocess
 import sys
+import time
 from typing import Any
 
 LIBRARIES = {
@@ -65,16 +66,39 @@ def gpu() -> tuple[dict[str, Any] | None, str]:
     }, ""
 
 
-def _nvml() -> dict[str, Any] | None:
-    """Driver, clocks and power limit of torch's device 0, found by PCI address: CUDA_VISIBLE_DEVICES shifts numbers."""
+def _nvml_handle():
+    """torch's device 0, found by PCI address: CUDA_VISIBLE_DEVICES shifts numbers."""
+    import pynvml
+    import torch
+
+    pynvml.nvmlInit()
+    p = torch.cuda.get_device_properties(0)
+    return pynvml.nvmlDeviceGetHandleByPciBusId(
+        f"{p.pci_domain_id:08x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0".encode()
+    )
+
+
+def busy_percent(samples: int = 8, period_s: float = 0.25) -> float | None:
+    """How busy the GPU is while we ask nothing of it, the least of some samples; None where it does not say."""
     try:
         import pynvml
-        import torch
 
-        pynvml.nvmlInit()
-        p = torch.cuda.get_device_properties(0)
-        address = f"{p.pci_domain_id:08x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0"
-        handle = pynvml.nvmlDeviceGetHandleByPciBusId(address.encode())
+        handle = _nvml_handle()
+        least = 100.0
+        for _ in range(samples):
+            time.sleep(period_s)  # first: what asked for the handle is over then
+            least = min(least, float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu))
+        return least
+    except Exception:  # as in _nvml
+        return None
+
+
+def _nvml() -> dict[str, Any] | None:
+    """Driver, clocks and power limit of torch's device 0."""
+    try:
+        import pynvml
+
+        handle = _nvml_handle()
         driver = pynvml.nvmlSystemGetDriverVersion()
         return {
             "driver": driver.decode() if isinstance(driver, bytes) else driver,
@@ -157,4 +181,5 @@ def slug(text: str) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps({"versions": versions()} if "--versions" in sys.argv else describe()))
+    told = {"--versions": lambda: {"versions": versions()}, "--busy": lambda: {"busy_percent": busy_percent()}}
+    print(json.dumps(told.get(sys.argv[1] if len(sys.argv) > 1 else "", describe)()))

@@ -264,6 +264,11 @@ def versions_of(python: str, env: dict[str, str] | None = None) -> dict[str, str
     return _ask_machine(python, env, "--versions")["versions"]
 
 
+def busy_percent(python: str, env: dict[str, str] | None = None) -> float | None:
+    """How busy other programs keep the GPU; None where nobody can say."""
+    return _ask_machine(python, env, "--busy")["busy_percent"]
+
+
 def _ask_machine(python: str, env: dict[str, str] | None, *args: str) -> dict[str, Any]:
     done = subprocess.run(
         [python, "-m", "mla_verify_bench.machine", *args], capture_output=True, text=True, timeout=300, env=env
