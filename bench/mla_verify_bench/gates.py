@@ -338,10 +338,8 @@ class Runner:
                 f"--only is {unknown[0]!r}, no gate of {self.phase.id}; expected one of {', '.join(known)}"
             )
         chosen = set(only) or set(known)
-        for figure in [known[g] for g in chosen if known[g].kind in ("ratio", "bound")]:
-            # Else the figure would not count: exactness on the hardware that it is of.
-            of = set(CLASSES if "any" in figure.needs else figure.needs)
-            chosen |= {gate.id for gate in self.phase.gates if gate.kind == "exact" and of & set(gate.needs)}
+        if any(known[g].kind in ("ratio", "bound") for g in chosen):
+            chosen |= {gate.id for gate in self.phase.gates if gate.kind == "exact"}  # else the figure would not count
         return chosen
 
     def run(self) -> Record:

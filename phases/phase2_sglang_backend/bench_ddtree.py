@@ -46,7 +46,7 @@ from mla_verify_sglang.ddtree.commit import Mover
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "sglang_cpu"))
 
 import drafter  # noqa: E402
-from session import Session, device_options  # noqa: E402
+from session import Session, accept_length, device_options  # noqa: E402
 
 BUDGET, DEPTH, LAYERS, SLOTS = 64, 15, 61, 65_536
 WARMUPS, SEED = 20, 5
@@ -204,12 +204,9 @@ def accept_lengths(sessions: dict[str, Session], pair: drafter.Trained) -> dict[
     prompts = pair.prompts([64 + 16 * i for i in range(TEXTS)], SEED)
     job = {"name": "texts", "prompts": prompts, "tokens": TEXT_TOKENS, "logprobs": False}
 
-    def ask(session: Session) -> float:
-        reply = session.ask(job)
-        return sum(len(t) - 1 for t in reply["tokens"]) / sum(reply["verify_steps"])
-
     with ThreadPoolExecutor(len(sessions)) as pool:
-        return dict(zip(sessions, pool.map(ask, sessions.values()), strict=True))
+        replies = pool.map(lambda session: session.ask(job), sessions.values())
+        return {name: accept_length(reply) for name, reply in zip(sessions, replies, strict=True)}
 
 
 def accept_gates(found: dict[str, float]) -> dict[str, dict]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 import json
 import random
-import re
 import sys
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -925,7 +924,6 @@ def test_refusals(monkeypatch, gate_metrics):
 # ---- on a GPU, with the trained model and its drafter ----
 
 ASKED, DECIDED, ANSWER = 400, 200, 16  # requests; those of them that the model decides most clearly; tokens
-LARGEST_LOGIT = 32.0  # that of the trained model is below
 GPU_NEEDS = {
     "test_greedy_token_exact": ("builtin", "plain", "tree", "auto"),
     "test_graph_and_overlap": ("plain", "tree", "eager", "no-overlap"),
@@ -970,15 +968,12 @@ def on_gpu(request, tmp_path_factory):
     pair = drafter.trained()
     if pair is None:
         pytest.skip(drafter.MISSING)
-    names = [item.originalname for item in request.session.items if item.path == Path(__file__)]
-    wanted = {engine for name in names for engine in GPU_NEEDS.get(name, ())}
-    plans = {name: plan for name, plan in gpu_plans(pair).items() if name in wanted}
-    found = session.run_all(tmp_path_factory.mktemp("engines"), plans, gpu=True, at_once=len(plans))
+    plans, folder = gpu_plans(pair), tmp_path_factory.mktemp("engines")
+    run = session.run_needed(request, GPU_NEEDS, folder, plans, gpu=True, at_once=len(plans))
 
     def get(name: str) -> session.Reply:
-        if isinstance(found[name], Exception):
-            raise found[name]
-        return found[name]["main"] | {"log": found[name]["log"], "start": found[name]["start"]}
+        engine = run(name)
+        return engine["main"] | {"log": engine["log"], "start": engine["start"]}
 
     return get
 
@@ -995,7 +990,7 @@ def compare(gate_metrics, plain: session.Reply, pairs: dict, dtype: str = "float
     for what, sides in pairs.items():
         told = [side if any(side["top2"]) else side | {"top2": plain["top2"]} for side in sides]
         assert all(len(t) == ANSWER for side in sides for t in side["tokens"]), what
-        found = session.first_differences(*told, dtype=dtype, largest_logit=LARGEST_LOGIT)
+        found = session.first_differences(*told, dtype=dtype, largest_logit=drafter.LARGEST_LOGIT)
         for difference in found:
             print(f"{what}: {difference}")
         gate_metrics[f"differences {what}"] = len(found)
@@ -1005,21 +1000,10 @@ def compare(gate_metrics, plain: session.Reply, pairs: dict, dtype: str = "float
     gate_metrics["near_tie_differences_per_200"] = 200 * len(near) / len(chosen)
 
 
-def gpu_accept_length(reply: session.Reply) -> float:
-    """Tokens per verify step; the first token of an answer is the prefill's."""
-    return sum(len(t) - 1 for t in reply["tokens"]) / max(1, sum(reply["verify_steps"]))
-
-
-def in_graphs(reply: session.Reply) -> float:
-    logged = re.findall(r"Decode batch.*cuda graph: (True|False)", reply["log"])
-    assert logged, "the log names no decode batch"
-    return logged.count("True") / len(logged)
-
-
 def exact_on_a_gpu(on_gpu, gate_metrics) -> None:
     plain, builtin, tree, auto = (on_gpu(name) for name in ("plain", "builtin", "tree", "auto"))
-    assert in_graphs(tree) > 0.9 and in_graphs(auto) > 0.9
-    gate_metrics["accept_length"] = accept_length = gpu_accept_length(tree)
+    assert all(session.graph_share(engine["log"]) > 0.9 for engine in (tree, auto))
+    gate_metrics["accept_length"] = accept_length = session.accept_length(tree)
     assert accept_length > 1.5, f"accept length {accept_length:.2f}: the drafter hardly ever helped"
     compare(gate_metrics, plain, {
         "DDTREE, no speculation": (tree, plain),
@@ -1031,10 +1015,11 @@ def exact_on_a_gpu(on_gpu, gate_metrics) -> None:
 def test_graph_and_overlap(on_gpu, gate_metrics):
     """CUDA graphs and eager, overlap scheduling on and off: the same tokens."""
     plain, tree, eager, no_overlap = (on_gpu(name) for name in ("plain", "tree", "eager", "no-overlap"))
-    assert in_graphs(tree) > 0.9 and in_graphs(eager) == 0 and in_graphs(no_overlap) > 0.9
+    shares = [session.graph_share(engine["log"]) for engine in (tree, eager, no_overlap)]
+    assert shares[0] > 0.9 and shares[1] == 0 and shares[2] > 0.9
     assert not tree["start"]["disable_overlap_schedule"] and no_overlap["start"]["disable_overlap_schedule"]
     compare(gate_metrics, plain, {"graph, eager": (tree, eager), "overlap on, off": (tree, no_overlap)})
-    gate_metrics["accept_length"] = gpu_accept_length(tree)
+    gate_metrics["accept_length"] = session.accept_length(tree)
 
 
 def test_fp8_kv(on_gpu, gate_metrics):
@@ -1043,4 +1028,4 @@ def test_fp8_kv(on_gpu, gate_metrics):
     plain, tree = on_gpu("fp8"), on_gpu("fp8-tree")
     compare(gate_metrics, plain, {"DDTREE, no speculation": (tree, plain)}, dtype="bfloat16")
     assert gate_metrics["near_tie_differences_per_200"] <= 20
-    gate_metrics["accept_length"] = gpu_accept_length(tree)
+    gate_metrics["accept_length"] = session.accept_length(tree)

@@ -7,7 +7,6 @@ documents and sources, which it has not been trained on.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -20,20 +19,18 @@ pytest.importorskip("sglang", reason="this gate runs where SGLang is installed")
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "sglang_cpu"), str(ROOT / "tests" / "models")]
 
+import drafter  # noqa: E402
 import session  # noqa: E402
 import train  # noqa: E402
 from network import Target  # noqa: E402
 
-WEIGHTS = Path(os.environ.get("MLA_VERIFY_SMALL_MODEL") or ROOT / "tests" / "models" / "weights")
+WEIGHTS = drafter.WEIGHTS
 GPU = torch.cuda.is_available()
 DTYPE = "float16" if GPU else "float32"
 PROMPTS, TOKENS, NODES = 6, 48, 8
 SHARE = 0.1  # of 512 greedy tokens that are distinct ones, at least
 
-pytestmark = pytest.mark.skipif(
-    not (WEIGHTS / "target" / "model.safetensors").is_file(),
-    reason="the small model's weights are not there yet; tests/models/README.md says how they are made",
-)
+pytestmark = pytest.mark.skipif(drafter.trained() is None, reason=drafter.MISSING)
 
 
 @pytest.fixture(scope="module")
@@ -113,15 +110,12 @@ def test_served(record, target, text, tmp_path, gate_metrics):
     for reply in replies.values():
         if isinstance(reply, Exception):
             raise reply
-    largest = 40.0  # of its logits; rounding is relative to them
     for name, prompts in texts.items():
         plain, spoken = (replies[engine][name] for engine in ("plain", "ngram"))
-        session.require_near_ties(
-            session.first_differences(spoken, plain, dtype=DTYPE, largest_logit=largest), f"NGRAM, {name} text"
-        )
+        found = session.first_differences(spoken, plain, dtype=DTYPE, largest_logit=drafter.LARGEST_LOGIT)
+        session.require_near_ties(found, f"NGRAM, {name} text")
         if not GPU:
             own = [target.greedy(torch.tensor([p]), TOKENS)[0, len(p) :].tolist() for p in prompts[:2]]
             assert own == plain["tokens"][:2], f"{name} text: SGLang and the network part"
-        steps = sum(spoken["verify_steps"])
-        gate_metrics[f"accept_length {name}"] = sum(len(t) - 1 for t in spoken["tokens"]) / steps
+        gate_metrics[f"accept_length {name}"] = session.accept_length(spoken)
     assert gate_metrics["accept_length predictable"] >= gate_metrics["accept_length natural"] > 1

@@ -293,23 +293,12 @@ class Target(nn.Module):
             chosen.copy_(following.argmax(-1))
 
         if said.is_cuda and count > 1:
-            step, count = _captured(step), count - 1
+            from mla_verify_bench.timing import graph
+
+            step, count = graph(step), count - 1  # which makes the first step
         for _ in range(count):
             step()
         return said
-
-
-def _captured(step):
-    """Runs ``step`` once, and returns it as a graph's replay."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
 
 
 class DrafterAttention(nn.Module):

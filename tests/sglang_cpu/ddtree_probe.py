@@ -128,28 +128,20 @@ def _watch(cls, wanted: dict) -> None:
 
 def _pad_as_a_graph(mode_file: Path, counts: Counter) -> None:
     """Verify on the buffers of a captured graph with a request of padding, as the probe of the backend does it."""
-    import torch
-    from mla_verify_probe import _captured
+    from mla_verify_probe import captured, on_probe_graph
     from mla_verify_sglang.backend import MlaVerifyBackend
 
-    plan, verify = MlaVerifyBackend.init_forward_metadata, MlaVerifyBackend._verify
+    plan = MlaVerifyBackend.init_forward_metadata
 
     def init_forward_metadata(self, forward_batch):
         plan(self, forward_batch)
         self.probe_graph = None
         if forward_batch.forward_mode.is_target_verify() and mode_file.read_text().strip() == "graph":
-            self.probe_graph = _captured(self, forward_batch)
+            self.probe_graph = captured(self, forward_batch)
             counts["graph_steps"] += 1
 
-    def run(self, q, layer, step, kv_scale):
-        if getattr(self, "probe_graph", None) is None:
-            return verify(self, q, layer, step, kv_scale)
-        padded = torch.cat([q, torch.full_like(q[: step.tree.max_nodes], 7.0)])
-        out = verify(self, padded, layer, self.probe_graph, kv_scale)
-        assert not out[len(q) :].any(), "a padding row of a captured batch must give 0"
-        return out[: len(q)]
-
-    MlaVerifyBackend.init_forward_metadata, MlaVerifyBackend._verify = init_forward_metadata, run
+    MlaVerifyBackend.init_forward_metadata = init_forward_metadata
+    MlaVerifyBackend._verify = on_probe_graph(MlaVerifyBackend._verify)
 
 
 class _Still:

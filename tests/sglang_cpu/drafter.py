@@ -6,6 +6,7 @@ The trained pair lies in tests/models/weights, where it has been made; its text 
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 from dataclasses import dataclass
@@ -16,7 +17,10 @@ from mla_verify_bench.tiny_model import TinyModel
 
 MODELS = Path(__file__).resolve().parents[1] / "models"
 sys.path.insert(0, str(MODELS))
+# The trained model that speaks, its drafter and record.json.
+WEIGHTS = Path(os.environ.get("MLA_VERIFY_SMALL_MODEL") or MODELS / "weights")
 MISSING = "tests/models/weights has no target and drafter; tests/models/train.py makes them"
+LARGEST_LOGIT = 32.0  # those of the trained model are below
 
 
 def write(path: Path, model: TinyModel, *, block: int = 8, window: int | None = None, seed: int = 0) -> Path:
@@ -103,5 +107,5 @@ class Trained:
 
 def trained() -> Trained | None:
     """None where the weights are not there."""
-    found = Trained(MODELS / "weights" / "target", MODELS / "weights" / "drafter")
+    found = Trained(WEIGHTS / "target", WEIGHTS / "drafter")
     return found if all((f / "model.safetensors").exists() for f in (found.target, found.drafter)) else None

@@ -56,11 +56,17 @@ def _watch(cls, wanted: dict) -> None:
         kind = forward_batch.forward_mode
         mode = Path(wanted["mode_file"]).read_text().strip() if wanted.get("mode_file") else ""
         if mode == "graph" and (kind.is_decode() or kind.is_target_verify()):
-            self.probe_graph = _captured(self, forward_batch)
+            self.probe_graph = captured(self, forward_batch)
             counts["graph_steps"] += 1
             save()
         elif mode in FAULTS and kind.is_target_verify():
             self.forward_metadata = FAULTS[mode](self.forward_metadata)
+
+    cls._mask_words, cls.init_forward_metadata, cls._verify = mask_words, init_forward_metadata, on_probe_graph(verify)
+
+
+def on_probe_graph(verify):
+    """``verify`` of a backend, on the buffers of its ``probe_graph`` with a request of padding where it has one."""
 
     def run(self, q, layer, step, kv_scale):
         if getattr(self, "probe_graph", None) is None:
@@ -72,7 +78,7 @@ def _watch(cls, wanted: dict) -> None:
         assert not out[len(q) :].any(), "a padding row of a captured batch must give 0"
         return out[: len(q)]
 
-    cls._mask_words, cls.init_forward_metadata, cls._verify = mask_words, init_forward_metadata, run
+    return run
 
 
 def _branches(words) -> bool:
@@ -82,7 +88,7 @@ def _branches(words) -> bool:
     return any(count > 1 for parent, count in Counter(parents).items() if parent >= 0)
 
 
-def _captured(self, forward_batch):
+def captured(self, forward_batch):
     """Capture and replay this step as SGLang's runner does, padded by a request; what layers read."""
     import torch
 
@@ -102,10 +108,10 @@ def _captured(self, forward_batch):
     )
     eager = self.forward_metadata
     self.init_forward_metadata_out_graph(SimpleNamespace(**{**vars(view), "num_padding": 0}), in_capture=True)
-    captured = self.forward_metadata
+    step = self.forward_metadata
     self.init_forward_metadata_out_graph(view)
     self.forward_metadata = eager
-    return captured
+    return step
 
 
 def _wrong_mask_bit(step):

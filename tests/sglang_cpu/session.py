@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,10 +160,45 @@ def run_all(folder: Path, plans: dict[str, Plan], *, gpu: bool, at_once: int) ->
             raise
 
 
+def run_needed(
+    request, needs: Mapping[str, Sequence[str]], folder: Path, plans: Mapping[str, Plan], *, gpu: bool, at_once: int
+) -> Callable[[str], Reply]:
+    """Run the engines that the selected tests of a file need; what came of one, by its name.
+
+    ``request`` is that of the file's fixture, ``needs`` names engines by test. A test that asks for one that failed
+    gets its error.
+    """
+    names = [item.originalname for item in request.session.items if item.path == request.path]
+    wanted = {engine for name in names for engine in needs.get(name, ())}
+    found = run_all(folder, {n: plan for n, plan in plans.items() if n in wanted}, gpu=gpu, at_once=at_once)
+
+    def get(name: str) -> Reply:
+        if isinstance(found[name], Exception):
+            raise found[name]
+        return found[name]
+
+    return get
+
+
 def _free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+# ---- what a run came to ----
+
+
+def accept_length(reply: Reply) -> float:
+    """Tokens per verify step; the first token of an answer is the prefill's."""
+    return sum(len(t) - 1 for t in reply["tokens"]) / max(1, sum(reply["verify_steps"]))
+
+
+def graph_share(log: str) -> float:
+    """The share of an engine's decode batches that ran in a CUDA graph."""
+    logged = re.findall(r"Decode batch.*cuda graph: (True|False)", log)
+    assert logged, "the log names no decode batch"
+    return logged.count("True") / len(logged)
 
 
 # ---- comparing tokens ----
