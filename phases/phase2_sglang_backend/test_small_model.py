@@ -58,11 +58,6 @@ def natural(text: list[int]) -> list[list[int]]:
     return [text[i * len(text) // PROMPTS :][: 40 + 32 * i] for i in range(PROMPTS)]
 
 
-def predictable(text: list[int]) -> list[list[int]]:
-    """The same beginnings, each said three times over."""
-    return [3 * prompt[:40] for prompt in natural(text)]
-
-
 def test_same_logits(record, gate_metrics):
     same, figures = train.same_logits(WEIGHTS, train.recipe_of(record))
     assert same, figures
@@ -97,20 +92,24 @@ def positions_loss(target: Target, tokens: Tensor) -> Tensor:
 
 
 def test_served(record, target, text, tmp_path, gate_metrics):
-    """In SGLang on mla_verify: the network's own greedy tokens, with NGRAM and without; NGRAM's accept length."""
+    """In SGLang on mla_verify: the network's own greedy tokens, with NGRAM and without; NGRAM's accept length.
+
+    What was asked before is predictable: n-grams have seen the answers. A prompt that repeats itself is not, for
+    the model has learned not to go on with that.
+    """
     options = session.device_options(GPU, DTYPE) | {
         "model_path": str(WEIGHTS / "target"), "attention_backend": "mla_verify", "max_running_requests": 4,
         "max_total_tokens": 8192, "chunked_prefill_size": 4096,
     }  # fmt: skip
-    texts = {"natural": natural(text), "predictable": predictable(text)}
-    jobs = {name: {"name": name, "prompts": prompts, "tokens": TOKENS} for name, prompts in texts.items()}
+    prompts = natural(text)
+    jobs = {name: {"name": name, "prompts": prompts, "tokens": TOKENS} for name in ("natural", "predictable")}
     ngram = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": NODES}
     plans = {"plain": session.Plan(options, jobs), "ngram": session.Plan(options | ngram, jobs)}
     replies = session.run_all(tmp_path, plans, gpu=GPU, at_once=2 if GPU else 1)
     for reply in replies.values():
         if isinstance(reply, Exception):
             raise reply
-    for name, prompts in texts.items():
+    for name in jobs:
         plain, spoken = (replies[engine][name] for engine in ("plain", "ngram"))
         found = session.first_differences(spoken, plain, dtype=DTYPE, largest_logit=drafter.LARGEST_LOGIT)
         session.require_near_ties(found, f"NGRAM, {name} text")
@@ -118,4 +117,4 @@ def test_served(record, target, text, tmp_path, gate_metrics):
             own = [target.greedy(torch.tensor([p]), TOKENS)[0, len(p) :].tolist() for p in prompts[:2]]
             assert own == plain["tokens"][:2], f"{name} text: SGLang and the network part"
         gate_metrics[f"accept_length {name}"] = session.accept_length(spoken)
-    assert gate_metrics["accept_length predictable"] >= gate_metrics["accept_length natural"] > 1
+    assert gate_metrics["accept_length predictable"] > gate_metrics["accept_length natural"] > 1

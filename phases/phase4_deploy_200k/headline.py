@@ -191,16 +191,16 @@ def serve(session: Session, texts: Texts, save) -> None:
         for text in TEXTS:
             one = {"name": f"{text}-{depth}", "prompts": [texts.prompt(text, depth, 0)], "stream": True}
             checked = session.ask(one | greedy | {"tokens": SIZE.checked_tokens[text]})
-            warm = step_times(checked["marks"][0])
-            slow = bool(warm) and statistics.median(ms for ms, _ in warm) > SLOW_MS
             steps: list[float] = []
             accepted: list[float] = []
-            for number in range(1, 2 if slow else 1 + SIZE.rounds):
+            for number in range(1, 1 + SIZE.rounds):
                 again = {"name": f"{text}-{depth}-{number}", "prompts": [texts.prompt(text, depth, number)]}
                 reply = session.ask(one | again | {"tokens": SIZE.tokens[text], "logprobs": False})
                 taken = step_times(reply["marks"][0])
                 steps += [ms for ms, _ in taken]
                 accepted += [tokens for _, tokens in taken[:-1] or taken]  # the answer's length cuts the last one short
+                if steps and statistics.median(steps) > SLOW_MS:
+                    break
             save(f"{text} {depth}", {
                 "tokens": checked["tokens"], "top2": checked["top2"], "cached": checked["cached"][0],
                 "ms_per_step": steps, "accept_length": statistics.fmean(accepted) if accepted else None,
