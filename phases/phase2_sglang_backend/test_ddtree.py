@@ -426,7 +426,7 @@ def test_sampling_honoured(name, gate_metrics):
 
 
 def test_sampled_distribution(gate_metrics):
-    """500,000 tokens, not rejected at 1 %. With 20,000 a bias has to be four times as large to show."""
+    """500,000 tokens, not rejected at 1 %. With 20,000 a bias has to be five times as large to show."""
     batch = 1024
     ours, length = decode(260, batch, info(batch))
     assert ours.numel() >= 500_000, ours.shape

@@ -1,7 +1,7 @@
 """Gates of the small trained model (tests/models): it agrees with transformers, speaks, and is served.
 
-Its weights lie in tests/models/weights; $MLA_VERIFY_SMALL_MODEL names another folder. Texts are this project's own
-documents and sources, which it has not been trained on.
+Its weights lie in tests/models/weights; $MLA_VERIFY_SMALL_MODEL names another folder. Texts are those of
+tests/models/prompts.txt, documents of this project as they once were, which it has not been trained on.
 """
 
 from __future__ import annotations
@@ -45,11 +45,10 @@ def target(record) -> Target:
 
 @pytest.fixture(scope="module")
 def text() -> list[int]:
-    """The project's documents and sources as one text of more than 8,192 tokens."""
+    """More than 8,192 tokens."""
     from tokenizers import Tokenizer
 
-    files = sorted([*ROOT.glob("plans/*.md"), *ROOT.glob("kernels/mla_verify/*.py"), *ROOT.glob("docs/*.md")])
-    whole = "\n\n".join(f.read_text(encoding="utf-8") for f in files)
+    whole = (ROOT / "tests" / "models" / "prompts.txt").read_text(encoding="utf-8")
     return Tokenizer.from_file(str(WEIGHTS / "target" / "tokenizer.json")).encode(whole).ids
 
 
@@ -94,15 +93,16 @@ def positions_loss(target: Target, tokens: Tensor) -> Tensor:
 def test_served(record, target, text, tmp_path, gate_metrics):
     """In SGLang on mla_verify: the network's own greedy tokens, with NGRAM and without; NGRAM's accept length.
 
-    What was asked before is predictable: n-grams have seen the answers. A prompt that repeats itself is not, for
-    the model has learned not to go on with that.
+    What was asked before is predictable: n-grams have seen the answers. A prompt said three times over is not, for
+    the model has learned not to go on with that; its tokens are compared alone.
     """
     options = session.device_options(GPU, DTYPE) | {
         "model_path": str(WEIGHTS / "target"), "attention_backend": "mla_verify", "max_running_requests": 4,
         "max_total_tokens": 8192, "chunked_prefill_size": 4096,
     }  # fmt: skip
     prompts = natural(text)
-    jobs = {name: {"name": name, "prompts": prompts, "tokens": TOKENS} for name in ("natural", "predictable")}
+    texts = {"natural": prompts, "predictable": prompts, "repeated": [p * 3 for p in prompts]}
+    jobs = {name: {"name": name, "prompts": asked, "tokens": TOKENS} for name, asked in texts.items()}
     ngram = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": NODES}
     plans = {"plain": session.Plan(options, jobs), "ngram": session.Plan(options | ngram, jobs)}
     replies = session.run_all(tmp_path, plans, gpu=GPU, at_once=2 if GPU else 1)
@@ -114,7 +114,7 @@ def test_served(record, target, text, tmp_path, gate_metrics):
         found = session.first_differences(spoken, plain, dtype=DTYPE, largest_logit=drafter.LARGEST_LOGIT)
         session.require_near_ties(found, f"NGRAM, {name} text")
         if not GPU:
-            own = [target.greedy(torch.tensor([p]), TOKENS)[0, len(p) :].tolist() for p in prompts[:2]]
+            own = [target.greedy(torch.tensor([p]), TOKENS)[0, len(p) :].tolist() for p in texts[name][:2]]
             assert own == plain["tokens"][:2], f"{name} text: SGLang and the network part"
         gate_metrics[f"accept_length {name}"] = session.accept_length(spoken)
     assert gate_metrics["accept_length predictable"] > gate_metrics["accept_length natural"] > 1
