@@ -1,14 +1,17 @@
 """What DDTREE costs beside the model, and what it brings, on one GPU.
 
-usage: bench_ddtree.py gates [--only steps|engines] [--rounds N]   the gates of phase.yaml that name this file
+usage: bench_ddtree.py steps|accept|auto [--rounds N]   the gates of phase.yaml that name this file and this word
 
+steps:
 ddtree-step-batch-1, -16  tree build with its masks, walk, and commit of the K/V rows of 61 layers, at B = 64 and a
                           block of 16: one CUDA graph, as long as its replay takes. The drafter, its head and top-k,
                           and the target's pass are not in it. us_high: the upper end of a 95 % bootstrap interval of
                           the median
+accept:
 ddtree-accept-length      tokens of a verify step on held-out text, trained model and drafter, greedy: fixed budgets
 ddtree-accept-grows       against the chain of SGLang's own DFLASH. A budget below the drafter's block is held to a
                           chain of as many drafts, DFLASH with a smaller block
+auto:
 ddtree-auto-budget        ms a token of the automatic budget against DFLASH, fixed budgets and no speculation, all on
                           this backend: the trained model up to its context, then a large model of random weights, whose
                           drafter is hardly ever right, to 64k. Batch 1, 4, 16. ratio_low of the worst cell against the
@@ -28,7 +31,7 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -126,11 +129,14 @@ class Kind:
     tokens: int  # of an answer
     learning: int  # tokens of the run before, in which the automatic budget learns the cell
     rounds: int
+    peers: tuple[str, ...]
 
 
-TRAINED = Kind("trained", (1024, 4096, 7680), tokens=96, learning=256, rounds=7)
-TIMED = ("plain", "auto", "chain 8", "tree 8", "tree 16", "tree 32")  # of the trained model's engines
-DEEP = Kind("deep", (16_384, 65_536), tokens=40, learning=96, rounds=5)
+TRAINED = Kind(
+    "trained", (1024, 4096, 7680), tokens=96, learning=256, rounds=7,
+    peers=("plain", "auto", "chain 8", "tree 8", "tree 16", "tree 32"),
+)  # fmt: skip
+DEEP = Kind("deep", (16_384, 65_536), tokens=40, learning=96, rounds=5, peers=("plain", "auto", "chain 8"))
 # bench_engine.py's model without speculation: so many layers that the card is the limit and not the host.
 DEEP_MODEL = tiny_model.TinyModel(
     context=66_560, vocab=8192, hidden=2048, width=256, layers=61, heads=16, dtype="bfloat16"
@@ -147,9 +153,8 @@ def budget(text: str) -> Iterator[None]:
         del os.environ["MLA_VERIFY_DDTREE_BUDGET"]
 
 
-def common(dtype: str, model: str) -> dict:
+def common(dtype: str) -> dict:
     return device_options(True, dtype) | {
-        "model_path": model,
         "attention_backend": "mla_verify",
         "max_running_requests": 16,
         "mem_fraction_static": 0.8,  # pools are capped; this only has to leave room for them beside the others
@@ -169,33 +174,19 @@ def deep_models(folder: Path) -> tuple[str, str]:
     return str(target), str(drafter.write(folder / "deep-drafter", DEEP_MODEL, block=8))
 
 
-def start(folder: Path, pair: drafter.Trained) -> dict[Kind, dict[str, Session]]:
-    """The engines of each model, by name; none has been waited for."""
-    block = json.loads((pair.drafter / "config.json").read_text())["block_size"]
-    small = common("bfloat16", str(pair.target)) | {"max_total_tokens": 150_000, "chunked_prefill_size": 8192}
-    tree, chain = (small | drafted(name, str(pair.drafter)) for name in ("DDTREE", "DFLASH"))
-    deep_target, deep_drafter = deep_models(folder)
-    large = common("bfloat16", deep_target) | {
-        "load_format": "dummy",
-        "max_total_tokens": DEEP.depths[-1] + 8192,
-        "chunked_prefill_size": 16_384,
-    }
-    found: dict[Kind, dict[str, Session]] = {TRAINED: {}, DEEP: {}}
-
-    def engine(kind: Kind, name: str, options: dict) -> None:
+def engines(folder: Path, kind: Kind, names: Sequence[str], base: dict, pair: tuple[str, str]) -> dict[str, Session]:
+    """The engines of a (target, drafter) pair by name: plain, auto, "chain B" or "tree B"; none has been waited for."""
+    found = {}
+    for name in names:
+        what, _, size = name.partition(" ")
+        options = base | {"model_path": pair[0]}
+        if what == "chain":
+            options |= drafted("DFLASH", pair[1]) | {"speculative_dflash_block_size": int(size)}
+        elif what != "plain":
+            options |= drafted("DDTREE", pair[1])
         place = folder / f"{kind.name}-{name.replace(' ', '-')}"
-        found[kind][name] = Session(place, options, gpu=True, abridged_prefill=kind is DEEP)
-
-    for kind, base, speculative in ((TRAINED, small, tree), (DEEP, large, large | drafted("DDTREE", deep_drafter))):
-        engine(kind, "plain", base)
-        with budget("auto"):
-            engine(kind, "auto", speculative)
-    engine(DEEP, "chain 8", large | drafted("DFLASH", deep_drafter))
-    for value in sorted({min(b + 1, block) for b in BUDGETS}):
-        engine(TRAINED, f"chain {value}", chain | {"speculative_dflash_block_size": value})
-    for value in BUDGETS:
-        with budget(str(value)):
-            engine(TRAINED, f"tree {value}", tree)
+        with budget(size or "auto"):
+            found[name] = Session(place, options, gpu=True, abridged_prefill=kind is DEEP)
     return found
 
 
@@ -267,13 +258,30 @@ def auto_gate(cells: dict[str, dict[str, list[float]]]) -> dict:
     }
 
 
-def engines(save: Callable) -> None:
-    """``save(gates, samples)`` whenever something more is known."""
-    pair = drafter.trained()
-    if pair is None:
-        save({name: {"passed": None, "reason": drafter.MISSING} for name in (*ACCEPT, AUTO)}, {})
-        return
-    told = {name: {"passed": None, "reason": "it was not measured"} for name in (*ACCEPT, AUTO)}
+def small(pair: drafter.Trained) -> tuple[dict, tuple[str, str], int]:
+    """Options of the trained model's engines, its pair, its drafter's block."""
+    block = json.loads((pair.drafter / "config.json").read_text())["block_size"]
+    options = common("bfloat16") | {"max_total_tokens": 150_000, "chunked_prefill_size": 8192}
+    return options, (str(pair.target), str(pair.drafter)), block
+
+
+def accept_engines(folder: Path, pair: drafter.Trained, save: Callable) -> None:
+    base, paths, block = small(pair)
+    chains = [f"chain {value}" for value in sorted({min(b + 1, block) for b in BUDGETS})]
+    found = engines(folder, TRAINED, [*chains, *(f"tree {value}" for value in BUDGETS)], base, paths)
+    try:
+        save(accept_gates(accept_lengths(found, pair)), {})
+    finally:
+        for session in found.values():
+            session.stop()
+
+
+def auto(folder: Path, pair: drafter.Trained, save: Callable) -> None:
+    """``save(gates, samples)`` after each cell."""
+    base, paths, _ = small(pair)
+    large = common("bfloat16") | {
+        "load_format": "dummy", "max_total_tokens": DEEP.depths[-1] + 8192, "chunked_prefill_size": 16_384,
+    }  # fmt: skip
     cells: dict[str, dict[str, list[float]]] = {}
     samples: dict[str, dict] = {}
     wanted = sum(len(kind.depths) for kind in (TRAINED, DEEP)) * len(BATCHES)
@@ -285,52 +293,51 @@ def engines(save: Callable) -> None:
         print(f"{cell}: {medians} ms a token")
         for name, values in taken.items():
             samples[f"{cell} {name}"] = {"values": values, "warmups": 1, "unit": "ms"}
-        if len(cells) == wanted:
-            told[AUTO] = auto_gate(cells)
-        save(told, samples)
+        missing = {"passed": None, "reason": "it was not measured to the end"}
+        save({AUTO: auto_gate(cells) if len(cells) == wanted else missing}, samples)
 
-    with tempfile.TemporaryDirectory(prefix="mla-verify-ddtree-") as folder:
-        found = start(Path(folder), pair)
-        try:
-            small = found[TRAINED]
-            drafting = {name: session for name, session in small.items() if name.startswith(("tree", "chain"))}
-            told.update(accept_gates(accept_lengths(drafting, pair)))
-            save(told, samples)
-            for name in small.keys() - set(TIMED):
-                small.pop(name).stop()
-            for session in (*small.values(), *found[DEEP].values()):  # nobody may be starting while another is timed
-                session.wait()
-            held_out = pair.prompts([TRAINED.depths[-1]], SEED + 1)[0]
-            words = range(len(tiny_model.SPECIAL), DEEP_MODEL.vocab)
-            time_cells(TRAINED, small, held_out, timed_cell)
-            time_cells(DEEP, found[DEEP], random.Random(SEED).choices(words, k=DEEP.depths[-1]), timed_cell)
-        finally:
-            for session in (*found[TRAINED].values(), *found[DEEP].values()):
-                session.stop()
+    found = [engines(folder, TRAINED, TRAINED.peers, base, paths)]
+    found.append(engines(folder, DEEP, DEEP.peers, large, deep_models(folder)))
+    try:
+        for session in (*found[0].values(), *found[1].values()):  # nobody may be starting while another is timed
+            session.wait()
+        held_out = pair.prompts([TRAINED.depths[-1]], SEED + 1)[0]
+        words = range(len(tiny_model.SPECIAL), DEEP_MODEL.vocab)
+        time_cells(TRAINED, found[0], held_out, timed_cell)
+        time_cells(DEEP, found[1], random.Random(SEED).choices(words, k=DEEP.depths[-1]), timed_cell)
+    finally:
+        for session in (*found[0].values(), *found[1].values()):
+            session.stop()
+
+
+GATES = {"steps": ("ddtree-step-batch-1", "ddtree-step-batch-16"), "accept": ACCEPT, "auto": (AUTO,)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["gates"])
-    parser.add_argument("--only", choices=["steps", "engines"])
+    parser.add_argument("what", choices=GATES)
     parser.add_argument("--rounds", type=int, default=200, help="replays of a step that count (default 200)")
     options = parser.parse_args()
-    gates: dict[str, dict] = {}
 
-    def save(more: dict[str, dict], samples: dict[str, dict]) -> None:
-        gates.update(more)
+    def save(gates: dict[str, dict], samples: dict[str, dict]) -> None:
         if out := os.environ.get("MLA_VERIFY_GATE_OUT"):
             told = {"gates": gates, "samples": samples, "seeds": {"marginals": SEED, "texts": SEED}}
             Path(out).write_text(json.dumps(told), encoding="utf-8")
 
+    def missing(why: str) -> None:
+        save({name: {"passed": None, "reason": why} for name in GATES[options.what]}, {})
+
+    pair = drafter.trained()
     if not torch.cuda.is_available():
-        names = ("ddtree-step-batch-1", "ddtree-step-batch-16", *ACCEPT, AUTO)
-        save({name: {"passed": None, "reason": "no GPU here"} for name in names}, {})
-        return
-    if options.only != "engines":
+        missing("no GPU here")
+    elif options.what == "steps":
         save(steps(options.rounds), {})
-    if options.only != "steps":
-        engines(save)
+    elif pair is None:
+        missing(drafter.MISSING)
+    else:
+        missing("it was not measured")
+        with tempfile.TemporaryDirectory(prefix="mla-verify-ddtree-") as folder:
+            {"accept": accept_engines, "auto": auto}[options.what](Path(folder), pair, save)
 
 
 if __name__ == "__main__":
