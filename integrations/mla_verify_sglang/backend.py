@@ -14,7 +14,7 @@ import logging
 from dataclasses import dataclass
 
 import torch
-from mla_verify import HEAD_DIM, LATENT_DIM, MAX_NODES, Slots, Tree, pack_masks, verify
+from mla_verify import HEAD_DIM, LATENT_DIM, MAX_NODES, Slots, Tree, verify
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.layers.radix_attention import AttentionType
@@ -111,7 +111,9 @@ class MlaVerifyBackend(AttentionBackend):
             return
         nodes = self._nodes(spec_info)
         batch = step.slots.batch - self._graph_padding if cuda_graph_bs is not None else step.slots.batch
-        self._fill_trees(step.tree.words, spec_info, step.slots.lens[:batch] - nodes, batch, nodes)
+        words = self._mask_words(spec_info, step.slots.lens[:batch] - nodes, batch, nodes)
+        if words is not None:
+            step.tree.words[: len(words)].copy_(words)
 
     # ---- captured steps ----
 
@@ -125,11 +127,12 @@ class MlaVerifyBackend(AttentionBackend):
         self._starts = torch.zeros(max_bs, dtype=torch.int64, device=self.device)
         self._lens = torch.zeros(max_bs, dtype=torch.int32, device=self.device)
         self._words = torch.zeros(words, dtype=torch.int32, device=self.device)
-        if self.draft_tokens > 1:  # have the kernels compiled now, where nobody waits for a token
-            nothing = torch.zeros(self.draft_tokens**2, dtype=torch.bool, device=self.device)
-            for lens in (None, self._starts[:1], self._lens[:1]):
-                pack_masks(nothing, 1, self.draft_tokens, lens)
         self._graph_steps: dict[tuple[int, int], Step] = {}
+        if self.draft_tokens > 1 and torch.device(self.device).type == "cuda":
+            from .masks import pack
+
+            # Have it compiled now, where nobody waits for a token.
+            pack(torch.zeros(self.draft_tokens**2, dtype=torch.bool, device=self.device), 1, self.draft_tokens)
         kept = [self._starts, self._lens, self._words]
         kept += [self._verify_mask.buffer] if self._verify_mask is not None else []
         size = sum(t.numel() * t.element_size() for t in kept)
@@ -159,11 +162,15 @@ class MlaVerifyBackend(AttentionBackend):
         if padding:
             self._lens[batch - padding : batch].zero_()
         step = self._captured(nodes, batch)
-        real = batch - padding
+        words = None
         if in_capture:
-            step.tree.words.copy_(self._chain_words(nodes, batch))
-        elif tree and real and not self._fill_trees(step.tree.words, spec_info, forward_batch.seq_lens, real, nodes):
-            step.tree.words[: real * nodes].copy_(self._chain_words(nodes, real))
+            words = self._chain_words(nodes, batch)
+        elif tree and batch > padding:
+            words = self._mask_words(spec_info, forward_batch.seq_lens, batch - padding, nodes)
+            if words is None:
+                words = self._chain_words(nodes, batch)
+        if words is not None:
+            step.tree.words[: len(words)].copy_(words)
         self._graph_step, self._graph_padding = step, padding
         if in_capture:
             self.forward_metadata = step
@@ -250,17 +257,7 @@ class MlaVerifyBackend(AttentionBackend):
         nodes = getattr(spec_info, "draft_token_num", None)
         return self.draft_tokens if nodes is None or nodes < 1 else int(nodes)
 
-    def _fill_trees(self, into: Tensor, spec_info, seq_lens: Tensor, batch: int, nodes: int) -> bool:
-        """Write the words of a verify batch to ``into``; False where there is no mask, and nothing is written."""
-        into = into[: batch * nodes]
-        words = self._mask_words(spec_info, seq_lens, batch, nodes, into)
-        if words is not None and words is not into:
-            into.copy_(words)
-        return words is not None
-
-    def _mask_words(
-        self, spec_info, seq_lens: Tensor, batch: int, nodes: int, out: Tensor | None = None
-    ) -> Tensor | None:
+    def _mask_words(self, spec_info, seq_lens: Tensor, batch: int, nodes: int) -> Tensor | None:
         """The packed trees of a verify batch from SGLang's mask, either layout; None where there is none.
 
         DDTREE hands over packed words. The layouts of a mask differ in size: QLEN_ONLY has batch * nodes ** 2
@@ -278,13 +275,17 @@ class MlaVerifyBackend(AttentionBackend):
         own = self._verify_mask is not None and mask.data_ptr() == self._verify_mask.buffer.data_ptr()
         size = batch * nodes * nodes
         if own or mask.numel() == size:
-            return pack_masks(mask.view(-1), batch, nodes, out=out)
+            if mask.is_cuda:
+                from .masks import pack
+
+                return pack(mask.view(-1), batch, nodes)
+            return Tree.from_mask(mask.view(-1)[:size].view(batch, nodes, nodes), checked=False).words
         if mask.numel() < size:
             raise ValueError(
                 f"custom_mask has {mask.numel()} entries; {batch} requests of {nodes} nodes have {size} "
                 "(QLEN_ONLY) or more (FULL_MASK)"
             )
-        return pack_masks(mask.view(-1), batch, nodes, seq_lens[:batch], out)
+        return Tree.from_full_mask(mask.view(-1), seq_lens[:batch], nodes, checked=False).words
 
     def _chain_words(self, nodes: int, batch: int) -> Tensor:
         if nodes not in self._chains:

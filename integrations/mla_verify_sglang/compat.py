@@ -62,6 +62,22 @@ def keep_ngram_flat() -> None:
             setattr(NGRAMWorker, name, on_prompt_tails(method))
 
 
+def keep_ngram_masks_short(runner) -> None:
+    """NGRAM's worker hands over QLEN_ONLY, which SGLang has for CPUs alone, where this backend verifies.
+
+    FULL_MASK is a byte for each node and token of context, built anew each step, request by request.
+    """
+    from sglang.srt.speculative import ngram_worker
+
+    from . import BACKEND_NAME
+
+    args = runner.server_args
+    decodes = args.speculative_attention_mode == "decode"
+    verifies = (args.decode_attention_backend if decodes else args.prefill_attention_backend) or args.attention_backend
+    if verifies == BACKEND_NAME and runner.device != "cpu" and hasattr(ngram_worker, "USE_FULL_MASK"):
+        ngram_worker.USE_FULL_MASK = False
+
+
 def on_prompt_tails(method):
     """``method`` (worker, batch), for which a prompt has its own length and its last ``max_trie_depth`` tokens."""
 

@@ -66,11 +66,12 @@ def create_backend(runner):
             f"{type(_error).__name__}: {_error}"
         ) from _error
     from .backend import MlaVerifyBackend
-    from .compat import keep_ngram_flat
+    from .compat import keep_ngram_flat, keep_ngram_masks_short
     from .defrag import serving
 
     serving.require_installed()
     keep_ngram_flat()
+    keep_ngram_masks_short(runner)
     return MlaVerifyBackend(runner)
 
 

@@ -7,7 +7,7 @@ Implementations load when they are used: importing this package needs torch alon
 
 from .op import HEAD_DIM, LATENT_DIM, ROPE_DIM, choose, implementations, verify
 from .slots import Slots
-from .tree import MAX_NODES, Tree, pack_masks
+from .tree import MAX_NODES, Tree
 
 __all__ = [
     "HEAD_DIM",
@@ -18,6 +18,5 @@ __all__ = [
     "Tree",
     "choose",
     "implementations",
-    "pack_masks",
     "verify",
 ]

@@ -23,7 +23,6 @@ LATENT = 512
 LOG2_E = 1.4426950408889634
 BLOCK_ROWS = (16, 32, 64)  # query rows of a block: the fewest that hold a request's, for bits do not depend on it
 THREADS = 256
-EARLY = "programmatic_stream_serialization"  # an option of LaunchConfig
 MERGE_SLICES = 8  # blocks that join a row's partial results, 64 columns each
 MOST_PIECES = 512  # room for the weights of a row's partial results in merge
 WORKSPACE_BYTES = 1 << 28  # partial results of one launch; larger batches take several launches
@@ -211,8 +210,7 @@ def verify(q: Tensor, kv: Tensor, slots: Slots, tree: Tree, sm_scale: float, kv_
     from cuda.core import LaunchConfig, launch
 
     device = q.get_device()
-    capability = torch.cuda.get_device_capability(device)
-    if why := unsupported(q.dtype, kv.dtype, capability):
+    if why := unsupported(q.dtype, kv.dtype, torch.cuda.get_device_capability(device)):
         raise ValueError(f"impl 'cuda': {why}; or use impl='triton'")
     out, lse, launches = plan(q, kv, slots, tree, sm_scale, kv_scale, split_rule(device))
     if launches:
@@ -220,9 +218,6 @@ def verify(q: Tensor, kv: Tensor, slots: Slots, tree: Tree, sm_scale: float, kv_
         stream = _stream(device, torch.cuda.current_stream(device).cuda_stream)
     for one in launches:
         args = [a.data_ptr() if isinstance(a, Tensor) else a for a in one.args]
-        # The merge may start while pieces are worked on, and waits for them. cuda.core can say so from 1.2 on.
-        early = one.kernel == "merge" and capability >= (9, 0) and hasattr(LaunchConfig, EARLY)
-        options = {EARLY: True} if early else {}
-        shape = LaunchConfig(grid=one.grid, block=one.threads, shmem_size=one.shared_bytes, **options)
+        shape = LaunchConfig(grid=one.grid, block=one.threads, shmem_size=one.shared_bytes)
         launch(stream, shape, kernels[one.kernel], *args)
     return out, lse

@@ -112,7 +112,7 @@ class Tree:
         if checked:
             _check_mask(mask.cpu())
         steps = torch.arange(batch + 1, dtype=torch.int32, device=mask.device) * nodes
-        return cls(pack_masks(mask.reshape(-1), batch, nodes), steps, nodes)
+        return cls(_pack(mask), steps, nodes)
 
     @classmethod
     def from_full_mask(cls, mask: Tensor, seq_lens: Tensor, nodes: int, *, checked: bool = True) -> Tree:
@@ -125,21 +125,21 @@ class Tree:
         _check_counts([nodes])
         if mask.dim() != 1 or mask.dtype != torch.bool:
             raise ValueError(f"mask is {mask.dtype} {list(mask.shape)}; expected flat torch.bool")
-        batch = len(seq_lens)
+        lens = seq_lens.to(torch.int64)
+        width = lens + nodes
+        ends = torch.cumsum(width * nodes, 0)
+        begin = ends - width * nodes
         if checked:
-            lens = seq_lens.tolist()
-            need = sum(nodes * (prefix + nodes) for prefix in lens)
+            need = int(ends[-1]) if len(ends) else 0
             if mask.numel() < need:
                 raise ValueError(f"mask has {mask.numel()} entries; seq_lens and {nodes} nodes need {need}")
-            at = 0
-            for b, prefix in enumerate(lens):
+            for b, (at, prefix) in enumerate(zip(begin.tolist(), lens.tolist(), strict=True)):
                 own = mask[at : at + nodes * (prefix + nodes)].view(nodes, prefix + nodes)
                 if not own[:, :prefix].all():
                     raise ValueError(f"mask of request {b} hides prefix tokens; a draft node sees the whole prefix")
-                _check_mask(own[None, :, prefix:].cpu(), first=b)
-                at += own.numel()
-        steps = torch.arange(batch + 1, dtype=torch.int32, device=mask.device) * nodes
-        return cls(pack_masks(mask, batch, nodes, seq_lens), steps, nodes)
+        i = torch.arange(nodes, device=mask.device)
+        at = (begin + lens)[:, None, None] + i[None, :, None] * width[:, None, None] + i[None, None, :]
+        return cls.from_mask(mask[at], checked=checked)
 
     def to(self, device: torch.device | str) -> Tree:
         return Tree(self.words.to(device), self.node_starts.to(device), self.max_nodes)
@@ -193,33 +193,6 @@ def _check_counts(counts: Sequence[int]) -> None:
 def _starts(counts: Sequence[int], device: torch.device | str) -> Tensor:
     ends = torch.tensor([0, *counts], dtype=torch.int64).cumsum(0)
     return ends.to(dtype=torch.int32, device=device)
-
-
-def pack_masks(
-    mask: Tensor, batch: int, nodes: int, seq_lens: Tensor | None = None, out: Tensor | None = None
-) -> Tensor:
-    """The words of ``batch`` trees of ``nodes`` nodes from a flat mask, as it stands; no host sync.
-
-    mask      bool, SGLang's QLEN_ONLY [batch * nodes * nodes], or with ``seq_lens`` its FULL_MASK; may be longer
-    seq_lens  int [batch], the draft nodes not counted
-    out       int32 [batch * nodes, ceil(nodes / 32)], contiguous, to write to; allocated without it
-
-    On a GPU it is one kernel, which reads nothing beyond the mask's end; elsewhere torch operations.
-    """
-    if mask.is_cuda:
-        from .triton_kernels import pack_masks as on_gpu
-
-        return on_gpu(mask, batch, nodes, seq_lens, out)
-    if seq_lens is None:
-        words = _pack(mask[: batch * nodes * nodes].view(batch, nodes, nodes))
-    else:
-        lens = seq_lens.to(torch.int64)
-        width = lens + nodes
-        begin = torch.cumsum(width * nodes, 0) - width * nodes
-        i = torch.arange(nodes, device=mask.device)
-        at = (begin + lens)[:, None, None] + i[None, :, None] * width[:, None, None] + i[None, None, :]
-        words = _pack(mask[at])
-    return words if out is None else out.copy_(words)
 
 
 def _pack(mask: Tensor) -> Tensor:

@@ -254,42 +254,6 @@ def _merge(
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-@triton.jit(do_not_specialize=("nodes", "entries"))
-def _pack(mask, lens, words, nodes, entries, FULL: tl.constexpr, WIDTH: tl.constexpr):
-    """One row of a mask, packed. grid (batch * nodes). ``FULL``: a row is lens + nodes entries, its end counts."""
-    row = tl.program_id(0)
-    if FULL:
-        request = row // nodes
-        first = tl.zeros([], tl.int64)
-        for at in range(0, request, 64):
-            before = at + tl.arange(0, 64)
-            prefix = tl.load(lens + before, mask=before < request, other=0).to(tl.int64)
-            first += tl.sum(tl.where(before < request, (prefix + nodes) * nodes, 0))
-        own = tl.load(lens + request).to(tl.int64)
-        first += (row % nodes) * (own + nodes) + own
-    else:
-        first = row.to(tl.int64) * nodes
-    bit = tl.arange(0, 32)
-    for word in tl.static_range(WIDTH):
-        at = word * 32 + bit
-        there = (at < nodes) & (first + at >= 0) & (first + at < entries)
-        seen = tl.load(mask + first + at, mask=there, other=0) != 0
-        tl.store(words + row * WIDTH + word, tl.sum(seen.to(tl.int32) << bit))
-
-
-def pack_masks(mask: Tensor, batch: int, nodes: int, seq_lens: Tensor | None, out: Tensor | None) -> Tensor:
-    """See ``tree.pack_masks``."""
-    width = (nodes + 31) // 32
-    if out is None:
-        out = torch.empty(batch * nodes, width, dtype=torch.int32, device=mask.device)
-    if batch:
-        full = seq_lens is not None
-        mask = mask.view(torch.uint8)
-        lens = seq_lens if full else out
-        _pack[(batch * nodes,)](mask, lens, out, nodes, mask.numel(), FULL=full, WIDTH=width, num_warps=1)
-    return out
-
-
 def product_dtype(q: torch.dtype, kv: torch.dtype) -> torch.dtype:
     """The dtype that holds both exactly: e4m3 fits every query dtype; bf16 beside fp16 needs fp32."""
     return q if kv == torch.float8_e4m3fn else torch.promote_types(q, kv)

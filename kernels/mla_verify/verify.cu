@@ -75,18 +75,6 @@ __device__ __forceinline__ u32 widen_e4m3(u32 x, bool high) {
 __device__ __forceinline__ void copy16(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
-// The merge's blocks start while the last pieces are worked on, and wait for all of them to be written: programmatic
-// dependent launch. Where a launch does not ask for it, neither does anything.
-__device__ __forceinline__ void let_merge_start() {
-#if BULK
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-__device__ __forceinline__ void wait_for_pieces() {
-#if BULK
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int NEWEST>
 __device__ __forceinline__ void wait_all_but() { asm volatile("cp.async.wait_group %0;" ::"n"(NEWEST) : "memory"); }
@@ -535,7 +523,6 @@ __device__ __forceinline__ void partial(
     const u32* words, const int* node_starts, float* part_out, float* part_lse, float score_scale, int first_request,
     int first_block, int heads, int max_rows, int splits, int width, int max_splits, int min_split) {
   constexpr int MS = Part<ROWS>::MS, M = ROWS / 16, N = Lane<ROWS>::PAIRS * 2, EACH = Lane<ROWS>::EACH, TREES = ROWS / 16;
-  let_merge_start();
   const int tid = threadIdx.x, warp = __shfl_sync(~0u, tid >> 5, 0), lane = tid & 31;  // thus known to be a warp's
   const int request = first_request + blockIdx.z, piece = (int)blockIdx.y - TREES;
   const i64 start = starts[request];
@@ -756,21 +743,18 @@ PARTIAL(16)
 PARTIAL(32)
 PARTIAL(64)
 // grid (rows, requests, 8), 256 threads: a block joins 64 columns of a row; 16 groups of threads take every 16th partial
-// result, 4 columns a thread. part_out and part_lse are not __restrict__: the compiler could read them before the wait.
+// result, 4 columns a thread.
 constexpr int MERGE_COLUMNS = 64, MERGE_GROUPS = 16, MOST_PIECES = 512;
 extern "C" __global__ void __launch_bounds__(256) merge(
-    const float* part_out, const float* part_lse, const int* __restrict__ lens, const int* __restrict__ node_starts,
-    Q* __restrict__ out, float* __restrict__ lse_out, float kv_scale, int first_request, int first_row, int heads,
-    int max_rows, int splits, int max_splits, int min_split) {
+    const float* __restrict__ part_out, const float* __restrict__ part_lse, const int* __restrict__ lens,
+    const int* __restrict__ node_starts, Q* __restrict__ out, float* __restrict__ lse_out, float kv_scale,
+    int first_request, int first_row, int heads, int max_rows, int splits, int max_splits, int min_split) {
   __shared__ float weight[MOST_PIECES];
   __shared__ float sums[MERGE_GROUPS][MERGE_COLUMNS];
   __shared__ float whole;
   const int tid = threadIdx.x, request = first_request + blockIdx.y, row = first_row + blockIdx.x;
-  // Nobody writes these meanwhile, so they are read before the wait; volatile keeps them there.
-  const volatile int* node = node_starts + request, *len = lens + request;
-  const int first_node = node[0], nodes = node[1] - first_node, prefix = *len - nodes;
-  const int first_column = blockIdx.z * MERGE_COLUMNS;
-  wait_for_pieces();  // every block does, or this kernel could end before the pieces
+  const int first_node = node_starts[request], nodes = node_starts[request + 1] - first_node;
+  const int prefix = lens[request] - nodes, first_column = blockIdx.z * MERGE_COLUMNS;
   if (row >= nodes * heads) return;
   const i64 to = (i64)first_node * heads + row;
   if (prefix < 0) {

@@ -115,15 +115,10 @@ def test_sass(gate_metrics, tmp_path):
                 continue
             sass = tool("--dump-sass", cubin(architecture, variant), tmp_path)
             per_kernel = dict(re.findall(r"Function : (\w+)(.*?)(?=Function :|\Z)", sass, re.DOTALL))
-            # programmatic dependent launch: the pieces let the merge start, which waits for them before it reads
-            early = architecture >= 90
-            order = re.findall(r"ACQBULK|LDG(?!\S*(?:CONSTANT|STRONG))", per_kernel["merge"])
-            assert (order[:1] == ["ACQBULK"]) == early, f"sm_{architecture} merge reads before it waits: {order[:3]}"
             for rows in BLOCK_ROWS:
                 body = per_kernel[f"partial_{rows}"]
-                assert ("PREEXIT" in body) == early, f"sm_{architecture} partial_{rows}"
                 wanted = {"HMMA.16816.F32": 17 * rows // 16, "LDSM": 9, "LDGSTS": 1}
-                if early:
+                if architecture >= 90:
                     wanted |= {"UBLKCP": 1, "SYNCS": 2}
                 for instruction, least in wanted.items():
                     count = body.count(instruction)

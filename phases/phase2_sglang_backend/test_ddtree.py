@@ -31,6 +31,7 @@ sys.path.insert(0, str(SUPPORT))
 import drafter  # noqa: E402
 import engine  # noqa: E402
 import session  # noqa: E402
+from mla_verify_sglang import masks  # noqa: E402
 from mla_verify_sglang.ddtree import budget as budgets  # noqa: E402
 from mla_verify_sglang.ddtree import kernels, sampling  # noqa: E402
 from mla_verify_sglang.ddtree.accept import Accepted, accept  # noqa: E402
@@ -190,6 +191,11 @@ def test_kernels_equal_torch(gate_metrics):
         kernels.accept_paths(begin, targets[:, : small.nodes].contiguous().to(DEVICE), done)
         for name in ("path", "count", "tokens", "bonus"):
             assert torch.equal(getattr(done, name).cpu(), getattr(mine, name)), (shape, name, "first nodes")
+    for batch, nodes in ((3, 1), (70, 16), (2, 33), (5, 128)):
+        mask = torch.rand(batch, nodes, nodes, generator=torch.Generator().manual_seed(nodes)) < 0.5
+        longer = torch.cat([mask.flatten(), torch.ones(9, dtype=torch.bool)])  # SGLang's buffers are
+        words = masks.pack(longer.to(DEVICE), batch, nodes)
+        assert torch.equal(words.cpu(), Tree.from_mask(mask, checked=False).words), (batch, nodes)
     gate_metrics["differing"] = 0
 
 

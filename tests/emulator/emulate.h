@@ -68,8 +68,6 @@ inline uint32_t widen_e4m3(uint32_t x, bool high) {
   for (int i = 0; i < 2; ++i) narrow(y[i], of_e4m3(x >> (high * 16 + i * 8) & 0xff));
   return y[0].raw | (uint32_t)y[1].raw << 16;
 }
-inline void let_merge_start() {}  // kernels run one after the other
-inline void wait_for_pieces() {}
 inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t s) {
   uint64_t all = x | (uint64_t)y << 32;
   uint32_t out = 0;
