@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 BUILT_IN, OURS = "triton", "mla_verify"
 CPU_DEPTHS, GPU_DEPTHS = (256, 1024, 4096), (1024, 16384, 65536, 131072, 185000)
 CPU_TOKENS, GPU_TOKENS = 24, 128
-CPU_CONTEXT = 8192  # of the tiny model
+CPU_CONTEXT = 8192  # of the small model
+SMALL_MODEL = Path(__file__).resolve().parents[3] / "tests" / "models" / "weights" / "target"  # in a checkout
 GPU_RESERVE = 2048  # tokens of context beyond the deepest cell
 
 
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "With --base-url a running server is measured. Without, a real SGLang is started on 127.0.0.1, once\n"
         "per attention backend: with --model-path's model, else on a GPU with random weights and Kimi-K2's\n"
-        "attention, else on the CPU with a tiny model of ours. Cells are written as they finish; Ctrl-C keeps\n"
+        "attention, else on the CPU with a small model of ours. Cells are written as they finish; Ctrl-C keeps\n"
         "them and --resume goes on."
     )
     what = parser.add_argument_group("server")
@@ -228,10 +229,10 @@ def _measure(args: argparse.Namespace, folder: Path, file: Path, done: Sequence[
         elif cpu:
             if need > CPU_CONTEXT:
                 raise ValueError(
-                    f"--depths reaches {max(depths)}; with {tokens} new tokens the tiny model holds "
+                    f"--depths reaches {max(depths)}; with {tokens} new tokens the small model holds "
                     f"{CPU_CONTEXT - tokens - 2 * draft}; ask for less, or give --model-path"
                 )
-            model, context = str(_tiny_model(Path(scratch), args.seed)), CPU_CONTEXT
+            model, context = str(_small_model(Path(scratch), args.seed)), CPU_CONTEXT
         else:
             context = need + GPU_RESERVE
             model = str(
@@ -448,9 +449,12 @@ def _load(path: Path) -> list[Cell]:
     return cells.load(file)
 
 
-def _tiny_model(scratch: Path, seed: int) -> Path:
+def _small_model(scratch: Path, seed: int) -> Path:
+    """The trained one of tests/models, whose text is text; outside a checkout one of random weights."""
     from .. import tiny_model
 
+    if (SMALL_MODEL / "model.safetensors").exists():
+        return SMALL_MODEL
     return tiny_model.write(scratch / "tiny", tiny_model.TinyModel(context=CPU_CONTEXT, seed=seed))
 
 
