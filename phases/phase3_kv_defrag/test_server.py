@@ -1,7 +1,8 @@
 """Gates of phase 3 on an engine: everything moved at every safe point, against nothing moved.
 
 Prefixes that branch, requests aborted on their way, a pool too small for the batch (retraction, eviction), NGRAM
-trees. On a GPU 200 requests, bfloat16, CUDA graphs; on SGLang's CPU engine fewer, float32.
+trees. On a GPU 200 requests, bfloat16, CUDA graphs; on SGLang's CPU engine fewer, float32, and as many of the trained
+model (tests/models) on natural text.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from mla_verify_bench import tiny_model
 pytest.importorskip("sglang", reason="this gate runs where SGLang is installed")
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1] / "tests" / "sglang_cpu"))
+TESTS = HERE.parents[1] / "tests"
+sys.path.insert(0, str(TESTS / "sglang_cpu"))
 
 import engine  # noqa: E402
 
@@ -39,19 +41,40 @@ OPTIONS = {
 }
 
 
-def requests(count: int) -> list[dict]:
+TRAINED = TESTS / "models" / "weights" / "target"
+
+
+def requests(count: int, trained: bool = False) -> list[dict]:
     g = random.Random(SEED)
-    beginnings = tiny_model.prompts(6, shortest=20, longest=70, seed=SEED, model=MODEL)
-    ends = tiny_model.prompts(count, shortest=2, longest=40, seed=SEED + 1, model=MODEL)
+    if trained:
+        beginnings, ends = pieces(6, 20, 70, SEED), pieces(count, 2, 40, SEED + 1)
+    else:
+        beginnings = tiny_model.prompts(6, shortest=20, longest=70, seed=SEED, model=MODEL)
+        ends = tiny_model.prompts(count, shortest=2, longest=40, seed=SEED + 1, model=MODEL)
     made = []
     for i in range(count):
         shared = beginnings[g.randrange(6)]
         prompt = shared[: g.randrange(len(shared) + 1)] + ends[i]
         if i % 10 == 0:
-            prompt = prompt[:30] + tiny_model.rehearsal(20 * i, MODEL)
+            prompt = prompt[:30] * 2 if trained else prompt[:30] + tiny_model.rehearsal(20 * i, MODEL)
         abort = g.randrange(1, 6) if i % 9 == 4 else 0
         made.append({"prompt": prompt, "max_new_tokens": 8 + g.randrange(12), "abort_after": abort})
     return made
+
+
+def pieces(count: int, shortest: int, longest: int, seed: int) -> list[list[int]]:
+    """Pieces of natural text."""
+    from tokenizers import Tokenizer
+
+    words = Tokenizer.from_file(str(TRAINED / "tokenizer.json"))
+    text = words.encode((TESTS / "models" / "prompts.txt").read_text(encoding="utf-8")).ids
+    g = random.Random(f"pieces {seed}")
+    found = []
+    for _ in range(count):
+        length = g.randrange(shortest, longest + 1)
+        at = g.randrange(len(text) - length)
+        found.append(text[at : at + length])
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +82,10 @@ def runs(tmp_path_factory) -> dict[str, dict]:
     return _both(tmp_path_factory.mktemp("server"), REQUESTS)
 
 
-def _both(folder: Path, count: int) -> dict[str, dict]:
+def _both(folder: Path, count: int, trained: bool = False) -> dict[str, dict]:
     """What came of both modes."""
-    model = str(tiny_model.write(folder / "model", MODEL))
-    job = {"engine": {"model_path": model} | OPTIONS, "requests": requests(count), "at_once": 12}
+    model = str(TRAINED if trained else tiny_model.write(folder / "model", MODEL))
+    job = {"engine": {"model_path": model} | OPTIONS, "requests": requests(count, trained), "at_once": 12}
     (folder / "job.json").write_text(json.dumps(job))
     return {mode: _run(folder, mode) for mode in ("off", "always")}
 
@@ -81,10 +104,11 @@ def _run(folder: Path, mode: str) -> dict:
     return json.loads(result.read_text()) | {"log": text}
 
 
-def _require_equal(runs: dict[str, dict], count: int, gate_metrics) -> None:
+def _require_equal(runs: dict[str, dict], asked: list[dict], gate_metrics) -> None:
+    count = len(asked)
     off, always = runs["off"]["tokens"], runs["always"]["tokens"]
     aborted = 0
-    for i, (request, a, b) in enumerate(zip(requests(count), off, always, strict=True)):
+    for i, (request, a, b) in enumerate(zip(asked, off, always, strict=True)):
         shorter = min(len(a), len(b))
         assert a[:shorter] == b[:shorter], f"request {i}: {a[:shorter]} and {b[:shorter]}"
         if request["abort_after"]:
@@ -113,7 +137,7 @@ def _require_balance(runs: dict[str, dict], gate_metrics) -> None:
 
 
 def test_tokens_equal(runs, gate_metrics):
-    _require_equal(runs, REQUESTS, gate_metrics)
+    _require_equal(runs, requests(REQUESTS), gate_metrics)
 
 
 def test_slots_balance(runs, gate_metrics):
@@ -121,7 +145,8 @@ def test_slots_balance(runs, gate_metrics):
 
 
 @pytest.mark.skipif(GPU, reason="this machine has a GPU: the other tests ask more")
-def test_cpu_server_tokens(tmp_path, gate_metrics):
-    runs = _both(tmp_path, CPU_REQUESTS)
-    _require_equal(runs, CPU_REQUESTS, gate_metrics)
+@pytest.mark.parametrize("trained", [False, True], ids=["random", "trained"])
+def test_cpu_server_tokens(trained, tmp_path, gate_metrics):
+    runs = _both(tmp_path, CPU_REQUESTS, trained)
+    _require_equal(runs, requests(CPU_REQUESTS, trained), gate_metrics)
     _require_balance(runs, gate_metrics)
