@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 BUILT_IN, OURS = "triton", "mla_verify"
 CPU_DEPTHS, GPU_DEPTHS = (256, 1024, 4096), (1024, 16384, 65536, 131072, 185000)
-CPU_TOKENS, GPU_TOKENS = 24, 128
+CPU_TOKENS, GPU_TOKENS = 12, 128
 CPU_CONTEXT = 8192  # of the small model
 SMALL_MODEL = Path(__file__).resolve().parents[3] / "tests" / "models" / "weights" / "target"  # in a checkout
 GPU_RESERVE = 2048  # tokens of context beyond the deepest cell
