@@ -289,8 +289,10 @@ def export(out: Path, recipe: Recipe, target: Target, drafter: Drafter, record: 
         tensors = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in model.named_parameters()}
         save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-        for one in ("tokenizer.json", "tokenizer_config.json"):
-            (folder / one).write_bytes((out / one).read_bytes())
+        (folder / "tokenizer.json").write_bytes((out / "tokenizer.json").read_bytes())
+        # Without a length transformers says 10 ** 30, which SGLang's /tokenize cannot send.
+        told = json.loads((out / "tokenizer_config.json").read_text()) | {"model_max_length": recipe.target.context}
+        (folder / "tokenizer_config.json").write_text(json.dumps(told, indent=1) + "\n")
         parameters = sum(t.numel() for t in tensors.values())
         (folder / "README.md").write_text(card(name, parameters, record))
     ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
