@@ -49,7 +49,7 @@ class Setup:
     every: int
 
 
-GPU = Setup(layers=61, heads=16, pool=60_000, requests=16, prompt=512, new_tokens=1024, budget=256 << 20, every=256)
+GPU = Setup(layers=61, heads=16, pool=60_000, requests=16, prompt=512, new_tokens=512, budget=256 << 20, every=256)
 CPU = Setup(layers=2, heads=4, pool=300, requests=3, prompt=30, new_tokens=24, budget=200_000, every=8)
 
 
@@ -143,7 +143,7 @@ def report(taken: dict[str, list[float]], moved: dict[str, int], setup: Setup) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["gates", "table"])
-    parser.add_argument("--rounds", type=int, default=15, help="samples of each server; 3 or more")
+    parser.add_argument("--rounds", type=int, default=9, help="samples of each server; 3 or more")
     parser.add_argument("--cpu", action="store_true", help="a tiny model on SGLang's CPU engine")
     args = parser.parse_args()
     if args.rounds < 3:

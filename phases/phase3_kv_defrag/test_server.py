@@ -1,8 +1,9 @@
 """Gates of phase 3 on an engine: everything moved at every safe point, against nothing moved.
 
 Prefixes that branch, requests aborted on their way, a pool too small for the batch (retraction, eviction), NGRAM
-trees. On a GPU 200 requests, bfloat16, CUDA graphs; on SGLang's CPU engine fewer, float32, and as many of the trained
-model (tests/models) on natural text.
+trees. On a GPU 200 requests, bfloat16, CUDA graphs, where the two runs batch requests as they come, so that the rule of
+near ties applies (``session.first_differences``, one in 200). On SGLang's CPU engine fewer, float32, no difference at
+all, and as many of the trained model (tests/models) on natural text.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ TESTS = HERE.parents[1] / "tests"
 sys.path.insert(0, str(TESTS / "sglang_cpu"))
 
 import engine  # noqa: E402
+from session import first_differences, require_near_ties  # noqa: E402
 
 GPU = torch.cuda.is_available()
 MODEL = tiny_model.TinyModel(context=512, dtype="bfloat16" if GPU else "float32")
@@ -95,7 +97,12 @@ def _run(folder: Path, mode: str) -> dict:
     more = {
         "MLA_VERIFY_DEFRAG": mode,
         "MLA_VERIFY_DEFRAG_PROBE": json.dumps({"record": str(folder / f"{mode}-counters.json")}),
-        "PYTHONPATH": str(engine.write_plugin(folder / "probe", HERE / "defrag_probe.py")),
+        "PYTHONPATH": os.pathsep.join(
+            [
+                str(engine.write_plugin(folder / "probe", HERE / "defrag_probe.py")),
+                *filter(None, [os.environ.get("PYTHONPATH")]),
+            ]
+        ),
     }
     env = os.environ | more if GPU else engine.environment(Path(sys.executable), MLA_VERIFY_IMPL="reference", **more)
     code = engine.run([HERE / "traffic.py", folder / "job.json", result], folder, log, env, 1800)
@@ -107,10 +114,14 @@ def _run(folder: Path, mode: str) -> dict:
 def _require_equal(runs: dict[str, dict], asked: list[dict], gate_metrics) -> None:
     count = len(asked)
     off, always = runs["off"]["tokens"], runs["always"]["tokens"]
+    differences = first_differences(
+        runs["off"], runs["always"], dtype=MODEL.dtype, largest_logit=tiny_model.LOGIT_SCALE
+    )
+    require_near_ties(differences, "defragmentation at every safe point")
+    assert len(differences) <= (count // 200 if GPU else 0), [str(d) for d in differences]
     aborted = 0
     for i, (request, a, b) in enumerate(zip(asked, off, always, strict=True)):
         shorter = min(len(a), len(b))
-        assert a[:shorter] == b[:shorter], f"request {i}: {a[:shorter]} and {b[:shorter]}"
         if request["abort_after"]:
             aborted += shorter < request["max_new_tokens"]
         else:
@@ -122,6 +133,7 @@ def _require_equal(runs: dict[str, dict], asked: list[dict], gate_metrics) -> No
     assert runs["always"]["cached_tokens"] > 5 * count, "hardly a hit in the prefix cache"
     assert log.count("Retract requests") > 0, "nothing was retracted: the pool was large enough"
     gate_metrics["requests"] = count
+    gate_metrics["near_tie_differences"] = len(differences)
     gate_metrics["aborted"] = aborted
     gate_metrics["retractions"] = log.count("Retract requests")
     gate_metrics["moves"] = done["runs"]
