@@ -34,6 +34,12 @@ def tests(session: nox.Session) -> None:
     run(session, "-m", "pytest", "tests", *session.posargs)
 
 
+@nox.session(name="sglang-cpu", python=False)
+def install_sglang_cpu(session: nox.Session) -> None:
+    """SGLang's CPU engine, both releases, ahead of the sessions that would install it."""
+    sglang_cpu(session)
+
+
 @nox.session(python=False)
 def lint(session: nox.Session) -> None:
     """Ruff: style and imports."""
