@@ -279,6 +279,13 @@ def test_the_command_line(tmp_path, capsys):
     assert len(list((root / "results").glob("*/*.json"))) == 2
 
 
+def test_a_log_has_the_whole_of_a_long_reason(tmp_path, capsys):
+    root = toy.checkout(tmp_path, toy.gate("exact"))
+    (root / "src" / "code.py").write_text(f"wrong = {'[x' * 150 + ']the cause'!r}\n")
+    assert cli.main(["gates", "run", "toy", "--root", str(root)]) == 1
+    assert "[x]the cause" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -473,6 +474,9 @@ class Runner:
         colour = "green" if result.status == "PASS" else "red"
         why = f": {_line(result.reason)}" if result.reason else ""
         self._say(f"[{colour}]{result.status}[/] {gate.id}{figure}  [dim]{result.seconds:.1f} s[/]{why}")
+        if result.status == "FAIL" and not self.console.is_terminal and _line(result.reason).endswith("…"):
+            # a log of CI is all that is left of a machine: the whole of what the line above had no room for
+            self._say(textwrap.indent(result.reason, "  | ").replace("[", r"\["))
 
     def _secrets(self) -> list[tuple[str, str]]:
         """Paths of this machine that have no place in a record."""
