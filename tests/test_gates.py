@@ -11,7 +11,7 @@ import time
 
 import pytest
 import toy
-from mla_verify_bench import cli, gates, records, status
+from mla_verify_bench import cli, gates, pytest_plugin, records, status
 from mla_verify_bench.gates import Gate, Outcome, PhaseError
 from rich.console import Console
 
@@ -284,6 +284,8 @@ def test_a_log_has_the_whole_of_a_long_reason(tmp_path, capsys):
     (root / "src" / "code.py").write_text(f"wrong = {'[x' * 150 + ']the cause'!r}\n")
     assert cli.main(["gates", "run", "toy", "--root", str(root)]) == 1
     assert "[x]the cause" in capsys.readouterr().err
+    short = pytest_plugin.shortened("the engine ended" + 99 * "\nnoise" + " of a port", 60)
+    assert short.startswith("the engine ended") and short.endswith("noise of a port") and len(short) == 60
 
 
 @pytest.mark.parametrize(

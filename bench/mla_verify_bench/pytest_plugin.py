@@ -20,6 +20,14 @@ _REASON_LIMIT = 2000
 _KEY = "gate_metrics"
 
 
+def shortened(reason: str, limit: int = _REASON_LIMIT) -> str:
+    """The beginning and, of what is too long, the end: a test that quotes a log ends with what the log ends with."""
+    if len(reason) <= limit:
+        return reason
+    kept = limit - 3
+    return f"{reason[: kept // 3]} … {reason[-(kept - kept // 3) :]}"
+
+
 class GateMetrics(dict[str, float]):
     """Figures of one test: ``gate_metrics["ratio"] = 123.4``; the runner compares them with the gate's threshold."""
 
@@ -84,10 +92,10 @@ class Reporter:
         elif report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
             reason = f"{report.when}: {crash.message if crash else report.longrepr}"
-            test.update(outcome="failed", reason=reason[:_REASON_LIMIT])
+            test.update(outcome="failed", reason=shortened(reason))
         elif report.skipped and test["outcome"] == "passed":
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-            test.update(outcome="skipped", reason=reason[:_REASON_LIMIT])
+            test.update(outcome="skipped", reason=shortened(reason))
         for key, told in report.user_properties:
             if key == _KEY:
                 test.update(told)
