@@ -53,7 +53,8 @@ class Variant:
         """sizeof(Shared<rows>) in verify.cu, which asserts it."""
         narrow = self.kv == torch.float8_e4m3fn
         stages = (10 if rows == 16 else 7) if narrow else (5 if rows == 16 else 4)
-        return stages * (16 * (592 if narrow else 1168) + 8) + 376 * rows + 8 + (2048 if rows == 64 else 8)
+        ring = stages * (16 * (592 if narrow else 1168) + 8)
+        return ring + (16 * rows if narrow else 16) + (360 * rows + stages * 8 + 2056 if rows == 64 else 360 * rows + 24)
 
     def macros(self) -> list[tuple[str, str]]:
         return [
@@ -153,6 +154,19 @@ def _stream(device: int, handle: int):
     return Stream.from_handle(handle) if handle else Device().default_stream
 
 
+def places(splits: int, others: int, rule: SplitRule) -> int:
+    """Among how many blocks of 64 rows a request's ``splits`` pieces are dealt out, where each has ``others`` beside it.
+
+    As few as keep every multiprocessor busy: a block fills its registers and its ring once for all of its pieces. Bits
+    do not depend on it.
+    """
+
+    def turns(blocks: int) -> int:  # pieces that a multiprocessor takes, one after the other
+        return -(-blocks * others // (rule.max_splits + 1)) * -(-splits // blocks)
+
+    return min(range(1, splits + 1), key=lambda blocks: (turns(blocks), blocks))
+
+
 @dataclass(frozen=True)
 class Launch:
     """One kernel launch. ``args`` in the kernel's order: tensors, and numpy's int32 and float32."""
@@ -195,7 +209,8 @@ def plan(
                 f(sm_scale * kv_scale * LOG2_E), i(r), i(b), i(heads), i(max_rows), i(splits), i(tree.words.shape[1]),
                 i(rule.max_splits), i(rule.min_split),
             )  # fmt: skip
-            grid = (count, block_rows // 16 + splits, requests)  # a tree takes a block for every 16 rows
+            each = places(splits, count, rule) if block_rows == 64 else splits
+            grid = (count, block_rows // 16 + each, requests)  # a tree takes a block for every 16 rows
             launches.append(Launch(f"partial_{block_rows}", grid, THREADS, variant.shared_bytes(block_rows), partial))
             merge = (
                 part_out, part_lse, slots.lens, tree.node_starts, out, lse, f(kv_scale), i(r), i(b * block_rows),

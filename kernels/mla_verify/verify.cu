@@ -12,6 +12,10 @@
 //     O += P V    warp w owns columns 64 w of the 512. V is the K tile itself, read through ldmatrix.trans.
 //   Every fragment is fetched one product ahead. Between two tiles all warps meet twice, back to back: scores are there,
 //   scores are read. Everything else is free.
+//   R = 64: warps 0 to 3 and 4 to 7, one of each on every scheduler, are two halves of 32 rows that share the ring alone.
+//   Each meets its own at named barriers, so that one multiplies while the other waits; an mbarrier says when both have left
+//   a stage. A warp owns 144 columns of S and 128 of O. A block takes several pieces of the same rows, one after the other,
+//   where there are more than multiprocessors: Q and the ring are filled once.
 //   K rows are 1,152 B (576 B of e4m3) from any slot, a bulk copy each; a row's stride in shared memory is 16 B more, which
 //   keeps ldmatrix free of bank conflicts.
 // e4m3 K/V become fp16 in registers, exactly, and so does P; Q becomes fp16 times a power of two of its row and column
@@ -79,8 +83,19 @@ __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"
 template <int NEWEST>
 __device__ __forceinline__ void wait_all_but() { asm volatile("cp.async.wait_group %0;" ::"n"(NEWEST) : "memory"); }
 #if BULK
-__device__ __forceinline__ void barrier_init(u64* b) {
-  asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(b)) : "memory");
+__device__ __forceinline__ void barrier_init(u64* b, u32 arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u64* b) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
+}
+// 128 threads meet at a barrier of their own; whether one of them votes.
+__device__ __forceinline__ void meet(int barrier) { asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory"); }
+__device__ __forceinline__ bool meet_or(int barrier, bool vote) {
+  int any;
+  asm volatile("{\n.reg .pred p, q;\nsetp.ne.b32 p, %1, 0;\nbar.red.or.pred q, %2, 128, p;\nselp.b32 %0, 1, 0, q;\n}"
+               : "=r"(any) : "r"((int)vote), "r"(barrier) : "memory");
+  return any;
 }
 __device__ __forceinline__ void barrier_init_done() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -142,10 +157,11 @@ struct Shared {
   float s[GROUPS][ROWS][KEYS];  // chunks of 4 tokens, swizzled: see chunk()
   T p[2][ROWS][P_STRIDE];
   float row[2][ROWS];
-  float q_scale[GROUPS][ROWS];  // e4m3 only: what Q was divided by
+  float q_scale[GROUPS][sizeof(KV) == 1 ? ROWS : 1];  // what Q was divided by
   u64 full[STAGES];
+  u64 empty[ROWS == 64 ? STAGES : 1];  // both halves have left the stage
   // What the loop of 64 rows has no registers for.
-  const Index* own;                             // the piece's slots
+  const Index* own;
   float total[ROWS == 64 ? THREADS : 1][2];  // each thread's sums of exponentials
 };
 static_assert(sizeof(Shared<64>) <= 101376, "sm_120 gives a block 101,376 B");
@@ -153,14 +169,24 @@ static_assert(sizeof(Shared<16>) <= 101376, "sm_120 gives a block 101,376 B");
 static_assert(sizeof(Shared<64>) == SHARED_BYTES_64 && sizeof(Shared<16>) == SHARED_BYTES_16, "Variant.struct_bytes in cuda_kernels.py differs");
 static_assert(MAX_NODES * 21 * sizeof(float) <= sizeof(KV) * (Shared<16>::STAGES - TREE_TILES) * KEYS * K_STRIDE, "a tree fits the ring");
 
-// Which warp does what in S = Q K^T: 32 rows (16 where there are no more) x 16 tokens at R = 64, x 8 tokens below.
+// Which warp does what. S = Q K^T: 32 rows (16 where there are no more) x 16 tokens at R = 64, x 8 tokens below.
+// O += P V: its 16-row steps of all rows (of its half's at R = 64), and a share of the columns.
 template <int ROWS>
 struct Part {
-  static constexpr int MS = ROWS == 16 ? 1 : 2;   // 16-row steps of a warp
+  static constexpr int M = ROWS == 16 ? 1 : 2;    // 16-row steps of a warp
   static constexpr int NS = ROWS == 64 ? 2 : 1;   // 8-token steps of a warp
+  static constexpr int COLUMNS = ROWS == 64 ? 128 : 64, QUARTERS = COLUMNS / 16;  // of O
 };
+template <int ROWS>
+__device__ __forceinline__ int group_of(int warp) { return ROWS == 64 ? warp & 3 : warp >> 1; }
+// The first row and token of a warp's part of S.
+template <int ROWS>
+__device__ __forceinline__ int rows_from(int warp) { return ROWS == 64 ? (warp >> 2) * 32 : 0; }
+template <int ROWS>
+__device__ __forceinline__ int tokens_from(int warp) { return ROWS == 64 ? 0 : (warp & 1) * 8; }
 
-// The same number, of which the compiler does not know where it comes from.
+// The same number, of which the compiler does not know where it comes from: what follows from it is worked out anew in
+// each turn of a loop, in place of being kept in registers.
 __device__ __forceinline__ int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
@@ -215,16 +241,16 @@ template <int ROWS>
 __device__ __forceinline__ int keys_offset(int warp, int lane) {
   constexpr int PARTS = Keys<ROWS>::PARTS, NS = Part<ROWS>::NS;
   const int block = lane >> 3, part = block % PARTS, n_of = block / PARTS % NS, step_of = block / PARTS / NS;
-  const int first_token = ROWS == 64 ? 0 : (warp & 1) * 8;
-  return (first_token + n_of * 8 + (lane & 7)) * K_STRIDE + (warp >> 1) * GROUP_COLUMNS + step_of * 16 + part * 8;
+  return (tokens_from<ROWS>(warp) + n_of * 8 + (lane & 7)) * K_STRIDE + group_of<ROWS>(warp) * GROUP_COLUMNS +
+         step_of * 16 + part * 8;
 }
 template <int ROWS>
 struct Sums {
-  float s[Part<ROWS>::MS][Part<ROWS>::NS][4];
+  float s[Part<ROWS>::M][Part<ROWS>::NS][4];
 };
 template <int ROWS>
-__device__ __forceinline__ void score_steps(Sums<ROWS>& sums, Keys<ROWS>& k, const KV* from, const u32 (&q)[Part<ROWS>::MS][GROUP_STEPS][4], int begin, int end, int lane) {
-  constexpr int MS = Part<ROWS>::MS, NS = Part<ROWS>::NS, STEPS = Keys<ROWS>::STEPS;
+__device__ __forceinline__ void score_steps(Sums<ROWS>& sums, Keys<ROWS>& k, const KV* from, const u32 (&q)[Part<ROWS>::M][GROUP_STEPS][4], int begin, int end, int lane) {
+  constexpr int M = Part<ROWS>::M, NS = Part<ROWS>::NS, STEPS = Keys<ROWS>::STEPS;
 #pragma unroll
   for (int load = begin; load < end; ++load) {
     const int step = load * STEPS;
@@ -245,26 +271,26 @@ __device__ __forceinline__ void score_steps(Sums<ROWS>& sums, Keys<ROWS>& k, con
         const u32 b0 = b[(ahead * NS + n) * 2], b1 = b[(ahead * NS + n) * 2 + 1];
 #endif
 #pragma unroll
-        for (int m = 0; m < MS; ++m) mma(sums.s[m][n], q[m][step + ahead], b0, b1);
+        for (int m = 0; m < M; ++m) mma(sums.s[m][n], q[m][step + ahead], b0, b1);
       }
     }
   }
 }
 template <int ROWS>
 __device__ __forceinline__ void store_scores(Shared<ROWS>& sh, const Sums<ROWS>& sums, int warp, int lane) {
-  const int first_row = ROWS == 64 ? (warp & 1) * 32 : 0, first_token = ROWS == 64 ? 0 : (warp & 1) * 8;
 #pragma unroll
-  for (int m = 0; m < Part<ROWS>::MS; ++m)
+  for (int m = 0; m < Part<ROWS>::M; ++m)
 #pragma unroll
     for (int n = 0; n < Part<ROWS>::NS; ++n) {
-      const int row = first_row + m * 16 + (lane >> 2), token = first_token + n * 8 + (lane & 3) * 2;
-      float* to = &sh.s[warp >> 1][row][chunk(row, token >> 2) + (token & 2)];
+      const int row = rows_from<ROWS>(warp) + m * 16 + (lane >> 2);
+      const int token = tokens_from<ROWS>(warp) + n * 8 + (lane & 3) * 2;
+      float* to = &sh.s[group_of<ROWS>(warp)][row][chunk(row, token >> 2) + (token & 2)];
       *reinterpret_cast<float2*>(to) = make_float2(sums.s[m][n][0], sums.s[m][n][1]);
       *reinterpret_cast<float2*>(to + 8 * KEYS) = make_float2(sums.s[m][n][2], sums.s[m][n][3]);
     }
 }
 template <int ROWS>
-__device__ __forceinline__ void scores(Shared<ROWS>& sh, const KV* from, const u32 (&q)[Part<ROWS>::MS][GROUP_STEPS][4], int warp, int lane) {
+__device__ __forceinline__ void scores(Shared<ROWS>& sh, const KV* from, const u32 (&q)[Part<ROWS>::M][GROUP_STEPS][4], int warp, int lane) {
   Keys<ROWS> keys;
   Sums<ROWS> sums = {};
   ldmatrix(keys.b[0], from);
@@ -310,65 +336,72 @@ __device__ __forceinline__ float row_sum(const float* pair) {
   return x;
 }
 
-// acc (all rows x this warp's 64 columns) = acc * shrink + P V for a tile, a quarter of the columns at a time. P and the
-// first fragment of V are fetched before, the next fragment is always on its way.
+// acc (a warp's rows x its columns) = acc * shrink + P V for a tile, 16 columns at a time. P and the first fragment of V
+// are fetched before, the next fragment is always on its way.
 template <int ROWS>
-struct Values {
-  u32 p[ROWS / 16][4], v[2][4];
+struct Output {
+  float o[Part<ROWS>::M][Part<ROWS>::COLUMNS / 8][4];
 };
 template <int ROWS>
-__device__ __forceinline__ void first_values(Values<ROWS>& f, const Shared<ROWS>& sh, const KV* from, int parity, int lane) {
+struct Values {
+  u32 p[Part<ROWS>::M][4], v[2][4];
+};
+template <int ROWS>
+__device__ __forceinline__ void first_values(Values<ROWS>& f, const T (*p)[P_STRIDE], const KV* from, int lane) {
 #pragma unroll
-  for (int m = 0; m < ROWS / 16; ++m) ldmatrix(f.p[m], &sh.p[parity][m * 16 + (lane & 15)][(lane >> 4) * 8]);
+  for (int m = 0; m < Part<ROWS>::M; ++m) ldmatrix(f.p[m], &p[m * 16 + (lane & 15)][(lane >> 4) * 8]);
   ldmatrix_trans(f.v[0], from);
 }
 template <int ROWS>
-__device__ __forceinline__ void shrink_all(const Shared<ROWS>& sh, float (&acc)[ROWS / 16][8][4], int parity, int lane) {
+__device__ __forceinline__ void shrink_all(const float* row, Output<ROWS>& out, int lane) {
+  auto& acc = out.o;
 #pragma unroll
-  for (int m = 0; m < ROWS / 16; ++m) {
-    const float a = sh.row[parity][m * 16 + (lane >> 2)], b = sh.row[parity][m * 16 + 8 + (lane >> 2)];
+  for (int m = 0; m < Part<ROWS>::M; ++m) {
+    const float a = row[m * 16 + (lane >> 2)], b = row[m * 16 + 8 + (lane >> 2)];
 #pragma unroll
-    for (int n = 0; n < 8; ++n) {
+    for (int n = 0; n < Part<ROWS>::COLUMNS / 8; ++n) {
       acc[m][n][0] *= a; acc[m][n][1] *= a; acc[m][n][2] *= b; acc[m][n][3] *= b;
     }
   }
 }
 template <int ROWS>
-__device__ __forceinline__ void accumulate(Values<ROWS>& f, float (&acc)[ROWS / 16][8][4], const KV* from, int quarter) {
+__device__ __forceinline__ void accumulate(Values<ROWS>& f, Output<ROWS>& out, const KV* from, int quarter) {
+  constexpr int M = Part<ROWS>::M, QUARTERS = Part<ROWS>::QUARTERS;
   const int n = quarter * 2;
+  auto& acc = out.o;
 #if KV_E4M3
   // A block is 8 tokens x 16 B: twice as many columns, the even ones in one product, the odd in another.
-  if (quarter == 0) ldmatrix_trans(f.v[1], from + 32);
-  const u32(&v)[4] = f.v[quarter >> 1];
+  if (quarter % 2 == 0 && quarter + 2 < QUARTERS) ldmatrix_trans(f.v[(quarter / 2 + 1) & 1], from + (quarter + 2) * 16);
+  const u32(&v)[4] = f.v[quarter / 2 & 1];
   const int c = quarter & 1;
   const u32 first = __byte_perm(v[c * 2], 0, 0x3120), second = __byte_perm(v[c * 2 + 1], 0, 0x3120);
 #pragma unroll
   for (int odd = 0; odd < 2; ++odd) {
     const u32 b0 = widen_e4m3(first, odd), b1 = widen_e4m3(second, odd);
 #pragma unroll
-    for (int m = 0; m < ROWS / 16; ++m) mma(acc[m][n + odd], f.p[m], b0, b1);
+    for (int m = 0; m < M; ++m) mma(acc[m][n + odd], f.p[m], b0, b1);
   }
 #else
-  if (quarter < 3) ldmatrix_trans(f.v[(quarter + 1) & 1], from + (n + 2) * 8);
+  if (quarter + 1 < QUARTERS) ldmatrix_trans(f.v[(quarter + 1) & 1], from + (n + 2) * 8);
   const u32(&v)[4] = f.v[quarter & 1];
 #pragma unroll
-  for (int m = 0; m < ROWS / 16; ++m) mma(acc[m][n], f.p[m], v[0], v[1]);
+  for (int m = 0; m < M; ++m) mma(acc[m][n], f.p[m], v[0], v[1]);
 #pragma unroll
-  for (int m = 0; m < ROWS / 16; ++m) mma(acc[m][n + 1], f.p[m], v[2], v[3]);
+  for (int m = 0; m < M; ++m) mma(acc[m][n + 1], f.p[m], v[2], v[3]);
 #endif
 }
 
 // This warp's rows and columns of Q as MMA fragments. e4m3 K comes with four neighbouring columns in a register, so there
 // the columns of a k-step are dealt out to the threads in that order.
 template <int ROWS>
-__device__ __forceinline__ void load_q(Shared<ROWS>& sh, u32 (&f)[Part<ROWS>::MS][GROUP_STEPS][4], const Q* q, int rows, int warp, int lane) {
+__device__ __forceinline__ void load_q(Shared<ROWS>& sh, u32 (&f)[Part<ROWS>::M][GROUP_STEPS][4], const Q* q, int rows, int warp, int lane) {
   constexpr bool NARROW = sizeof(KV) == 1;
 #pragma unroll
-  for (int m = 0; m < Part<ROWS>::MS; ++m)
+  for (int m = 0; m < Part<ROWS>::M; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int r = (ROWS == 64 ? (warp & 1) * 32 : 0) + m * 16 + half * 8 + (lane >> 2);
-      const Q* from = q + (i64)r * DIM + (warp >> 1) * GROUP_COLUMNS + (lane & 3) * (NARROW ? 4 : 2);
+      const int r = rows_from<ROWS>(warp) + m * 16 + half * 8 + (lane >> 2);
+      const Q* from = q + (i64)r * DIM + group_of<ROWS>(warp) * GROUP_COLUMNS + (lane & 3) * (NARROW ? 4 : 2);
 #pragma unroll
       for (int step = 0; step < GROUP_STEPS; ++step) {
         f[m][step][half] = r < rows ? *reinterpret_cast<const u32*>(from + step * 16) : 0u;
@@ -395,7 +428,7 @@ __device__ __forceinline__ void load_q(Shared<ROWS>& sh, u32 (&f)[Part<ROWS>::MS
         narrow(both[1], x.y * times);
         y = *reinterpret_cast<u32*>(both);
       }
-      if ((lane & 3) == 0 && (ROWS == 64 || (warp & 1) == 0)) sh.q_scale[warp >> 1][r] = __int_as_float(power << 23);
+      if ((lane & 3) == 0 && tokens_from<ROWS>(warp) == 0) sh.q_scale[group_of<ROWS>(warp)][r] = __int_as_float(power << 23);
 #endif
     }
 }
@@ -517,33 +550,43 @@ __device__ __forceinline__ void tree_piece(
     }
 }
 
+// What a warp has of O for one piece, divided by each row's sum, to its place among the partial results.
 template <int ROWS>
-__device__ __forceinline__ void partial(
-    unsigned char* raw, const Q* q, const KV* kv, const Index* indices, const i64* starts, const int* lens,
-    const u32* words, const int* node_starts, float* part_out, float* part_lse, float score_scale, int first_request,
-    int first_block, int heads, int max_rows, int splits, int width, int max_splits, int min_split) {
-  constexpr int MS = Part<ROWS>::MS, M = ROWS / 16, N = Lane<ROWS>::PAIRS * 2, EACH = Lane<ROWS>::EACH, TREES = ROWS / 16;
-  const int tid = threadIdx.x, warp = __shfl_sync(~0u, tid >> 5, 0), lane = tid & 31;  // thus known to be a warp's
-  const int request = first_request + blockIdx.z, piece = (int)blockIdx.y - TREES;
-  const i64 start = starts[request];
-  const int first_node = node_starts[request], nodes = node_starts[request + 1] - first_node;
-  const int prefix = lens[request] - nodes;
-  const int tree_row = piece < 0 ? blockIdx.y * 16 : 0;
-  const int first_row = (first_block + blockIdx.x) * ROWS + tree_row, rows = nodes * heads - first_row;
-  if (rows <= 0 || prefix < 0) return;
-  q += ((i64)first_node * heads + first_row) * DIM;
-  if (piece < 0) {
-    const i64 part = ((i64)blockIdx.z * max_rows + blockIdx.x * ROWS + tree_row) * (splits + 1);
-    tree_piece(*reinterpret_cast<Shared<16>*>(raw), q, kv, indices + start + prefix, words + (i64)first_node * width,
-               width, nodes, first_row, rows, heads, score_scale, part_out + part * LATENT, part_lse + part, splits + 1, tid);
-    return;
-  }
-  const int each = piece_tokens(prefix, max_splits, min_split);
-  if ((i64)piece * each >= prefix) return;
-  const int tokens = min(each, prefix - piece * each);
-  Shared<ROWS>& sh = *reinterpret_cast<Shared<ROWS>*>(raw);
-  const Index* own = indices + start + (i64)piece * each;
-  if (tid == 0) sh.own = own;
+__device__ __forceinline__ void store_output(const Output<ROWS>& out, const float* norms, float* to, i64 step, int first, int left, int lane) {
+#pragma unroll
+  for (int m = 0; m < Part<ROWS>::M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = first + m * 16 + half * 8 + (lane >> 2);
+      if (r < left) {
+        const float norm = norms[r];
+        float* row = to + r * step * LATENT;
+        const auto& o = out.o[m];
+        const int h = half * 2;
+#pragma unroll
+        for (int n = 0; n < Part<ROWS>::COLUMNS / 8; n += 2) {
+#if KV_E4M3
+          const float4 y = make_float4(o[n][h] * norm, o[n + 1][h] * norm, o[n][h + 1] * norm, o[n + 1][h + 1] * norm);
+          *reinterpret_cast<float4*>(row + n * 8 + (lane & 3) * 4) = y;
+#else
+          *reinterpret_cast<float2*>(row + n * 8 + (lane & 3) * 2) = make_float2(o[n][h] * norm, o[n][h + 1] * norm);
+          *reinterpret_cast<float2*>(row + n * 8 + 8 + (lane & 3) * 2) = make_float2(o[n + 1][h] * norm, o[n + 1][h + 1] * norm);
+#endif
+        }
+      }
+    }
+}
+
+// A row moves its base only when a score passes it by 2^8: P stays well within its dtype, and most tiles rescale nothing.
+// The decision is the row's own, so its neighbours cannot move its bits.
+__device__ __forceinline__ float new_base(float top, float higher) { return higher > top + 8.f ? higher : top; }
+
+// 16 or 32 rows and one piece.
+template <int ROWS>
+__device__ __forceinline__ void one_piece(
+    Shared<ROWS>& sh, const Q* q, const KV* kv, const Index* own, int tokens, int rows, float score_scale,
+    float* part_out, float* part_lse, i64 step, int tid, int warp, int lane) {
+  constexpr int N = Lane<ROWS>::PAIRS * 2, EACH = Lane<ROWS>::EACH;
   constexpr int STAGES = Shared<ROWS>::STAGES, AHEAD = Shared<ROWS>::AHEAD;
   auto load = [&](int i, int stage, Pair slots) {
 #if BULK
@@ -557,24 +600,21 @@ __device__ __forceinline__ void partial(
 #pragma unroll
   for (int i = 0; i < AHEAD; ++i) slots[i] = slots_of(own, i * KEYS + warp * 2, tokens - 1);
 #if BULK
-  if (tid < STAGES) barrier_init(&sh.full[tid]);
+  if (tid < STAGES) barrier_init(&sh.full[tid], 1);
   barrier_init_done();
 #endif
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < AHEAD; ++i) load(i, i, slots[i]);
   Pair next = slots_of(own, AHEAD * KEYS + warp * 2, tokens - 1);
-  u32 qf[MS][GROUP_STEPS][4];
+  u32 qf[Part<ROWS>::M][GROUP_STEPS][4];
   load_q<ROWS>(sh, qf, q, rows, warp, lane);
 
   // 16 rows are the work of four warps; the others do it too, and keep it to themselves.
   const int my_row = tid / EACH % ROWS, sub = tid % EACH;
   const bool has_row = ROWS > 16 || warp < 4;
-  float acc[M][8][4] = {};
-  float top = NEG_INF, total_here[N / 2];
-  float* total = ROWS == 64 ? sh.total[tid] : total_here;
-#pragma unroll
-  for (int j = 0; j < N / 2; ++j) total[j] = 0.f;
+  Output<ROWS> acc = {};
+  float top = NEG_INF, total = 0.f;
   bool shrunk = false;
   const int k_offset = keys_offset<ROWS>(warp, lane);
   const int v_offset = (lane & 15) * K_STRIDE + warp * 64 + (lane >> 4) * CHUNK;
@@ -604,79 +644,50 @@ __device__ __forceinline__ void partial(
     Values<ROWS> values;
     float higher, shrink;
     T packed[N];
-    auto bring = [&] {
-      const int stage = k_stage + AHEAD - 1;
-      load(i + AHEAD, stage < STAGES ? stage : stage - STAGES, next);
-      next = slots_of(sh.own, (i + AHEAD + 1) * KEYS + warp * 2, tokens - 1);
-    };
-    auto arrived = [&] {
+    const int stage = k_stage + AHEAD - 1;
+    load(i + AHEAD, stage < STAGES ? stage : stage - STAGES, next);
+    next = slots_of(own, (i + AHEAD + 1) * KEYS + warp * 2, tokens - 1);
+    first_values<ROWS>(values, sh.p[(i - 1) & 1], v, lane);
+    if (rescale) shrink_all<ROWS>(sh.row[(i - 1) & 1], acc, lane);
 #if BULK
-      if ((i + 1) * KEYS < tokens) barrier_wait(&sh.full[k_stage], k_phase);
+    if ((i + 1) * KEYS < tokens) barrier_wait(&sh.full[k_stage], k_phase);
 #endif
-    };
-    auto begin_values = [&] {
-      first_values<ROWS>(values, sh, v, (i - 1) & 1, lane);
-      if (rescale) shrink_all<ROWS>(sh, acc, (i - 1) & 1, lane);
-    };
-    // A quarter of P V of the tile before, and a quarter of this tile's softmax: neither waits for itself.
-    auto quarter_of_values = [&](int quarter) {
+    // S of the tile after (after the last: of what lies in the ring, which nobody reads), P V of the tile before, and this
+    // tile's softmax, a quarter of each at a time: none waits for itself.
+    constexpr int LOADS = Keys<ROWS>::LOADS;
+    Keys<ROWS> keys;
+    Sums<ROWS> sums = {};
+    ldmatrix(keys.b[0], k);
+#pragma unroll
+    for (int quarter = 0; quarter < 4; ++quarter) {
+      score_steps<ROWS>(sums, keys, k, qf, LOADS * quarter / 4, LOADS * (quarter + 1) / 4, lane);
       accumulate<ROWS>(values, acc, v, quarter);
       if (quarter == 0) {
         const int left = tokens - i * KEYS - sub * N;
 #pragma unroll
         for (int j = 0; j < N; ++j) x[j] = left > j ? x[j] : NEG_INF;
         higher = fmaxf(x[0], x[1]);
-        if (N == 4) higher = fmaxf(higher, fmaxf(x[N - 2], x[N - 1]));
         higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, 1));
       } else if (quarter == 1) {
 #pragma unroll
         for (int d = 2; d < EACH; d <<= 1) higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, d));
-        // A row moves its base only when a score passes it by 2^8: P stays well within its dtype, and most tiles rescale
-        // nothing. The decision is the row's own, so its neighbours cannot move its bits.
-        const float base = higher > top + 8.f ? higher : top;
+        const float base = new_base(top, higher);
         shrink = exp2_fast(top - base);
         top = base;
       } else if (quarter == 2) {
-#pragma unroll
-        for (int j = 0; j < N; j += 2) {
-          const float a = exp2_fast(x[j] - top), b = exp2_fast(x[j + 1] - top);
-          total[j / 2] = total[j / 2] * shrink + (a + b);
-          narrow(packed[j], a);
-          narrow(packed[j + 1], b);
-        }
+        const float a = exp2_fast(x[0] - top), b = exp2_fast(x[1] - top);
+        total = total * shrink + (a + b);
+        narrow(packed[0], a);
+        narrow(packed[1], b);
       } else {
         if (has_row) {
-          T* to = &sh.p[i & 1][my_row][sub * N];
-          if (N == 4) *reinterpret_cast<uint2*>(to) = *reinterpret_cast<uint2*>(packed);
-          else *reinterpret_cast<u32*>(to) = *reinterpret_cast<u32*>(packed);
+          *reinterpret_cast<u32*>(&sh.p[i & 1][my_row][sub * N]) = *reinterpret_cast<u32*>(packed);
           if (sub == 0) sh.row[i & 1][my_row] = shrink;
         }
         shrunk = shrink != 1.f;
       }
-    };
-    bring();
-    // S of the tile after. After the last tile: of what lies in the ring, which nobody reads.
-    if (ROWS == 64) {
-      // Registers are short, so one after the other.
-      begin_values();
-#pragma unroll
-      for (int quarter = 0; quarter < 4; ++quarter) quarter_of_values(quarter);
-      arrived();
-      scores<ROWS>(sh, k, qf, warp, lane);
-    } else {
-      begin_values();
-      arrived();
-      constexpr int LOADS = Keys<ROWS>::LOADS;
-      Keys<ROWS> keys;
-      Sums<ROWS> sums = {};
-      ldmatrix(keys.b[0], k);
-#pragma unroll
-      for (int quarter = 0; quarter < 4; ++quarter) {
-        score_steps<ROWS>(sums, keys, k, qf, LOADS * quarter / 4, LOADS * (quarter + 1) / 4, lane);
-        quarter_of_values(quarter);
-      }
-      store_scores<ROWS>(sh, sums, warp, lane);
     }
+    store_scores<ROWS>(sh, sums, warp, lane);
     if (i > 0) v_stage = v_stage + 1 < STAGES ? v_stage + 1 : 0;
     k_phase ^= k_stage + 1 == STAGES;
     k_stage = k_stage + 1 < STAGES ? k_stage + 1 : 0;
@@ -685,48 +696,219 @@ __device__ __forceinline__ void partial(
   const bool rescale = __syncthreads_or(shrunk);
   const KV* v = &sh.k[v_stage][0][0] + v_offset;
   Values<ROWS> values;
-  first_values<ROWS>(values, sh, v, (tiles - 1) & 1, lane);
-  if (rescale) shrink_all<ROWS>(sh, acc, (tiles - 1) & 1, lane);
+  first_values<ROWS>(values, sh.p[(tiles - 1) & 1], v, lane);
+  if (rescale) shrink_all<ROWS>(sh.row[(tiles - 1) & 1], acc, lane);
 #pragma unroll
   for (int quarter = 0; quarter < 4; ++quarter) accumulate<ROWS>(values, acc, v, quarter);
   __syncthreads();
-  // Worked out anew: the loop has no register left to keep it in.
-  const int again = opaque(first_request + blockIdx.z);
-  const int left = (node_starts[again + 1] - node_starts[again]) * heads - (first_block + blockIdx.x) * ROWS;
-  const i64 step = splits + 1, part = ((i64)blockIdx.z * max_rows + blockIdx.x * ROWS) * step + blockIdx.y - TREES + 1;
-  part_out += part * LATENT;
-  part_lse += part;
-  const float all = row_sum<ROWS>(total);
+  const float all = row_sum<ROWS>(&total);
   if (has_row && sub == 0) {
     sh.row[1][my_row] = 1.f / all;
-    if (my_row < left) part_lse[my_row * step] = top + log2f(all);
+    if (my_row < rows) part_lse[my_row * step] = top + log2f(all);
   }
   __syncthreads();
-#pragma unroll
-  for (int m = 0; m < M; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int r = m * 16 + half * 8 + (lane >> 2);
-      if (r < left) {
-        const float norm = sh.row[1][r];
-        float* to = part_out + r * step * LATENT + warp * 64;
-        const auto& o = acc[m];
-        const int h = half * 2;
-#pragma unroll
-        for (int n = 0; n < 8; n += 2) {
-#if KV_E4M3
-          const float4 y = make_float4(o[n][h] * norm, o[n + 1][h] * norm, o[n][h + 1] * norm, o[n + 1][h + 1] * norm);
-          *reinterpret_cast<float4*>(to + n * 8 + (lane & 3) * 4) = y;
-#else
-          *reinterpret_cast<float2*>(to + n * 8 + (lane & 3) * 2) = make_float2(o[n][h] * norm, o[n][h + 1] * norm);
-          *reinterpret_cast<float2*>(to + n * 8 + 8 + (lane & 3) * 2) = make_float2(o[n + 1][h] * norm, o[n + 1][h + 1] * norm);
-#endif
-        }
-      }
-    }
+  store_output<ROWS>(acc, sh.row[1], part_out + warp * 64, step, 0, rows, lane);
 }
 
-// grid (row blocks, ROWS / 16 + splits, requests). part_out [requests, max_rows, splits + 1, 512] takes normalised float32,
+// Tiles of a block's pieces, one after the other: ``each`` tokens, then ``skip`` that are other blocks'.
+struct Walk {
+  int at, end;
+  __device__ __forceinline__ void next(int each, int skip, int prefix) {
+    at += KEYS;
+    if (at >= end) at = end + skip, end = min(at + each, prefix);
+  }
+};
+
+// 64 rows and every ``places``-th piece, by two halves of 32 rows.
+__device__ __forceinline__ void many_pieces(
+    Shared<64>& sh, const Q* q, const KV* kv, const Index* own, int prefix, int each, int place, int places, int rows,
+    float score_scale, float* part_out, float* part_lse, i64 step, int tid, int warp, int lane) {
+  constexpr int STAGES = Shared<64>::STAGES, AHEAD = Shared<64>::AHEAD;
+  const int half = warp >> 2, skip = (places - 1) * each;
+#if BULK
+  auto sync = [&] { meet(1 + half); };
+  auto sync_or = [&](bool vote) { return meet_or(1 + half, vote); };
+#else
+  // cp.async is waited for by who issued it, so every tile is a meeting of all.
+  auto sync = [&] { __syncthreads(); };
+  auto sync_or = [&](bool vote) { return (bool)__syncthreads_or(vote); };
+#endif
+  Walk loads = {place * each, min((place + 1) * each, prefix)};
+  if (tid == 0) sh.own = own;
+  auto load = [&](int stage, Pair slots) {
+#if BULK
+    load_tile_bulk(sh.k[stage], &sh.full[stage], kv, slots, warp, lane);
+#else
+    load_tile(sh.k[stage], kv, slots, warp, lane);
+#endif
+  };
+#if BULK
+  if (tid < STAGES) {
+    barrier_init(&sh.full[tid], 1);
+    barrier_init(&sh.empty[tid], THREADS / 32);
+  }
+  barrier_init_done();
+#endif
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < AHEAD; ++i) {
+    if (loads.at < prefix) load(i, slots_of(own, loads.at + warp * 2, prefix - 1));
+#if !BULK
+    commit();
+#endif
+    loads.next(each, skip, prefix);
+  }
+  Pair slots = slots_of(own, loads.at + warp * 2, prefix - 1);
+  u32 qf[2][GROUP_STEPS][4];
+  load_q<64>(sh, qf, q, rows, warp, lane);
+
+  const int my_row = tid >> 2, sub = tid & 3;
+  float* total = sh.total[tid];
+  const int k_offset = keys_offset<64>(warp, lane);
+  const int v_offset = (lane & 15) * K_STRIDE + group_of<64>(warp) * 128 + (lane >> 4) * CHUNK;
+  int stage = 0;  // of the next tile whose scores are due
+  u32 phase = 0;
+  for (int from = place * each; from < prefix; from += places * each) {
+    const int tokens = min(each, prefix - from);
+    Output<64> acc = {};
+    float top = NEG_INF;
+    total[0] = total[1] = 0.f;
+    bool shrunk = false;
+    int v_stage = stage;  // of the tile before: the first has none, its turn multiplies its own V by zeros
+    auto next_scores = [&] {
+#if BULK
+      barrier_wait(&sh.full[stage], phase);
+#endif
+      scores<64>(sh, &sh.k[stage][0][0] + k_offset, qf, warp, sizeof(KV) == 1 ? opaque(lane) : lane);
+      phase ^= stage + 1 == STAGES;
+      stage = stage + 1 < STAGES ? stage + 1 : 0;
+    };
+    *reinterpret_cast<uint2*>(&sh.p[1][my_row][sub * 4]) = uint2{0u, 0u};
+#if !BULK
+    wait_all_but<AHEAD - 1>();
+    __syncthreads();
+#endif
+    next_scores();
+    for (int i = 0; i * KEYS < tokens; ++i) {
+#if !BULK
+      wait_all_but<AHEAD - 2>();  // the next tile
+#endif
+      const bool rescale = sync_or(shrunk);  // here: S of this tile, P of the tile before
+      float x[4];
+      whole_scores<64>(x, sh, my_row, sub, score_scale);
+      sync();
+      if (loads.at < prefix) {
+        const int to = stage + AHEAD - 1 < STAGES ? stage + AHEAD - 1 : stage + AHEAD - 1 - STAGES;
+#if BULK
+        // Until both halves have left what lay there. At first this asks for the phase before a new barrier's: nobody waits.
+        barrier_wait(&sh.empty[to], phase ^ (to < stage) ^ 1);
+#endif
+        load(to, slots);
+        loads.next(each, skip, prefix);
+        slots = slots_of(sh.own, loads.at + opaque(warp) * 2, prefix - 1);
+      }
+#if !BULK
+      commit();
+#endif
+      const KV* v = &sh.k[v_stage][0][0] + v_offset;
+      Values<64> values;
+      first_values<64>(values, sh.p[(i - 1) & 1] + half * 32, v, lane);
+      if (rescale) shrink_all<64>(sh.row[(i - 1) & 1] + half * 32, acc, lane);
+      float higher, shrink;
+      T packed[4];
+#pragma unroll
+      for (int quarter = 0; quarter < 8; ++quarter) {
+        accumulate<64>(values, acc, v, quarter);
+        if (quarter == 0) {
+          const int left = tokens - i * KEYS - sub * 4;
+#pragma unroll
+          for (int j = 0; j < 4; ++j) x[j] = left > j ? x[j] : NEG_INF;
+          higher = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
+          higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, 1));
+        } else if (quarter == 2) {
+          higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, 2));
+          const float base = new_base(top, higher);
+          shrink = exp2_fast(top - base);
+          top = base;
+        } else if (quarter == 4) {
+#pragma unroll
+          for (int j = 0; j < 4; j += 2) {
+            const float a = exp2_fast(x[j] - top), b = exp2_fast(x[j + 1] - top);
+            total[j / 2] = total[j / 2] * shrink + (a + b);
+            narrow(packed[j], a);
+            narrow(packed[j + 1], b);
+          }
+        } else if (quarter == 6) {
+          *reinterpret_cast<uint2*>(&sh.p[i & 1][my_row][sub * 4]) = *reinterpret_cast<uint2*>(packed);
+          if (sub == 0) sh.row[i & 1][my_row] = shrink;
+          shrunk = shrink != 1.f;
+        }
+      }
+#if BULK
+      __syncwarp();
+      if (lane == 0 && i > 0) barrier_arrive(&sh.empty[v_stage]);
+#endif
+      if (i > 0) v_stage = v_stage + 1 < STAGES ? v_stage + 1 : 0;
+      if ((i + 1) * KEYS < tokens) next_scores();
+    }
+    const int last = (tokens - 1) / KEYS & 1;
+    const bool rescale = sync_or(shrunk);
+    const KV* v = &sh.k[v_stage][0][0] + v_offset;
+    Values<64> values;
+    first_values<64>(values, sh.p[last] + half * 32, v, lane);
+    if (rescale) shrink_all<64>(sh.row[last] + half * 32, acc, lane);
+#pragma unroll
+    for (int quarter = 0; quarter < 8; ++quarter) accumulate<64>(values, acc, v, quarter);
+#if BULK
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&sh.empty[v_stage]);
+#endif
+    const float all = row_sum<64>(total);
+    sync();
+    const i64 piece = opaque(from) / each;
+    if (sub == 0) {
+      sh.row[1][my_row] = 1.f / all;
+      if (my_row < rows) part_lse[my_row * step + piece] = top + log2f(all);
+    }
+    sync();
+    store_output<64>(acc, sh.row[1], part_out + piece * LATENT + group_of<64>(warp) * 128, step, half * 32, rows, lane);
+  }
+}
+
+template <int ROWS>
+__device__ __forceinline__ void partial(
+    unsigned char* raw, const Q* q, const KV* kv, const Index* indices, const i64* starts, const int* lens,
+    const u32* words, const int* node_starts, float* part_out, float* part_lse, float score_scale, int first_request,
+    int first_block, int heads, int max_rows, int splits, int width, int max_splits, int min_split) {
+  constexpr int TREES = ROWS / 16;
+  const int tid = threadIdx.x, warp = __shfl_sync(~0u, tid >> 5, 0), lane = tid & 31;  // thus known to be a warp's
+  const int request = first_request + blockIdx.z, place = (int)blockIdx.y - TREES;
+  const i64 start = starts[request];
+  const int first_node = node_starts[request], nodes = node_starts[request + 1] - first_node;
+  const int prefix = lens[request] - nodes;
+  const int tree_row = place < 0 ? blockIdx.y * 16 : 0;
+  const int first_row = (first_block + blockIdx.x) * ROWS + tree_row, rows = nodes * heads - first_row;
+  if (rows <= 0 || prefix < 0) return;
+  q += ((i64)first_node * heads + first_row) * DIM;
+  const i64 step = splits + 1, part = ((i64)blockIdx.z * max_rows + blockIdx.x * ROWS + tree_row) * step;
+  indices += start;
+  if (place < 0) {
+    tree_piece(*reinterpret_cast<Shared<16>*>(raw), q, kv, indices + prefix, words + (i64)first_node * width, width, nodes,
+               first_row, rows, heads, score_scale, part_out + part * LATENT, part_lse + part, step, tid);
+    return;
+  }
+  const int each = piece_tokens(prefix, max_splits, min_split);
+  if ((i64)place * each >= prefix) return;
+  Shared<ROWS>& sh = *reinterpret_cast<Shared<ROWS>*>(raw);
+  if constexpr (ROWS == 64)
+    many_pieces(sh, q, kv, indices, prefix, each, place, gridDim.y - TREES, rows, score_scale,
+                part_out + (part + 1) * LATENT, part_lse + part + 1, step, tid, warp, lane);
+  else
+    one_piece<ROWS>(sh, q, kv, indices + (i64)place * each, min(each, prefix - place * each), rows, score_scale,
+                    part_out + (part + place + 1) * LATENT, part_lse + part + place + 1, step, tid, warp, lane);
+}
+
+// grid (row blocks, ROWS / 16 + splits, requests); of 64 rows as few as one block for all splits. part_out [requests, max_rows, splits + 1, 512] takes normalised float32,
 // part_lse [requests, max_rows, splits + 1] its log2-sum-exp2; index 0 is the tree.
 #define PARTIAL(ROWS)                                                                                                     \
   extern "C" __global__ void __launch_bounds__(THREADS, 1) partial_##ROWS(                                                \

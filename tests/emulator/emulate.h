@@ -78,13 +78,15 @@ inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t s) {
 // ---- fibers ----
 
 struct Dim { int x, y, z; };
-enum State { READY, AT_WARP, AT_BLOCK, AT_COPY, DONE };
+enum State { READY, AT_WARP, AT_MEETING, AT_COPY, DONE };
 struct Copy { void* to; const void* from; size_t bytes; };
-struct Barrier { int pending = 1; unsigned phase = 0; long bytes = 0; std::vector<Copy> copies; };
+struct Barrier { int arrivals, pending = arrivals; unsigned phase = 0; long bytes = 0; std::vector<Copy> copies = {}; };
+struct Meeting { unsigned generation = 0; int arrived = 0, votes = 0, result = 0; };  // of a block, or of a named barrier
 struct Fiber {
   ucontext_t context;
   State state = READY;
   unsigned seen = 0;                   // the generation of the barrier it waits for
+  int meeting = 0;                     // AT_MEETING: at which
   std::function<bool()> arrived;       // AT_COPY
   std::vector<std::vector<Copy>> groups{1};  // cp.async: committed groups, then the open one
 };
@@ -92,15 +94,16 @@ struct Warp { unsigned generation = 0; int arrived = 0; void* args[32]; };
 struct Block {
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
-  unsigned generation = 0;
-  int arrived = 0, alive = 0, votes = 0, result = 0;
+  Meeting meetings[16];
+  unsigned held = 0;  // meetings that came about
+  int alive = 0;
   std::map<const void*, Barrier> barriers;
 };
 static Block block;
 static int current;
 static ucontext_t scheduler;
 static std::function<void()> body;
-static Dim blockIdx;
+static Dim blockIdx, gridDim;
 static std::mt19937 shuffle_engine;
 struct ThreadIdx { struct { operator int() const { return current; } } x; };
 static ThreadIdx threadIdx;
@@ -129,20 +132,26 @@ inline void warp_wide(void* args, Work work) {
   yield();
 }
 
-inline int __syncthreads_or(int vote) {
-  block.votes |= vote != 0;
-  if (++block.arrived == block.alive) {
-    block.arrived = 0;
-    block.result = block.votes;
-    block.votes = 0;
-    ++block.generation;
-    return block.result;
+inline int come_together(int barrier, int threads, int vote) {
+  Meeting& m = block.meetings[barrier];
+  m.votes |= vote != 0;
+  if (++m.arrived == threads) {
+    m.arrived = 0;
+    m.result = m.votes;
+    m.votes = 0;
+    ++m.generation;
+    ++block.held;
+    return m.result;
   }
-  self().seen = block.generation;
-  self().state = AT_BLOCK;
+  self().seen = m.generation;
+  self().meeting = barrier;
+  self().state = AT_MEETING;
   yield();
-  return block.result;
+  return m.result;
 }
+inline int __syncthreads_or(int vote) { return come_together(0, block.alive, vote); }
+inline void meet(int barrier) { come_together(barrier, 128, 0); }
+inline bool meet_or(int barrier, bool vote) { return come_together(barrier, 128, vote); }
 inline void __syncthreads() { __syncthreads_or(0); }
 inline void __syncwarp() { warp_wide(nullptr, [](void**) {}); }
 
@@ -164,7 +173,7 @@ inline bool can_run(const Fiber& f, const Warp& w) {
   switch (f.state) {
     case READY: return true;
     case AT_WARP: return w.generation != f.seen;
-    case AT_BLOCK: return block.generation != f.seen;
+    case AT_MEETING: return block.meetings[f.meeting].generation != f.seen;
     case AT_COPY: return f.arrived();
     default: return false;
   }
@@ -176,7 +185,7 @@ inline void run_block(int threads) {
   block.warps = std::vector<Warp>(threads / 32);
   block.barriers.clear();
   block.alive = threads;
-  block.arrived = block.votes = 0;
+  for (Meeting& m : block.meetings) m.arrived = m.votes = 0;
   for (int i = 0; i < threads; ++i) {
     Fiber& f = block.fibers[i];
     if ((int)stacks.size() <= i) stacks.emplace_back(1 << 16);
@@ -189,13 +198,13 @@ inline void run_block(int threads) {
   std::vector<int> order(threads / 32);
   for (int i = 0; i < threads / 32; ++i) order[i] = i;
   // One warp stands still until no other can move: who counts on its being quick is found out.
-  unsigned drawn = block.generation - 1;
+  unsigned drawn = block.held - 1;
   int held = 0;
   bool hold = true;
   while (block.alive) {
     bool moved = false;
-    if (drawn != block.generation) {
-      drawn = block.generation;
+    if (drawn != block.held) {
+      drawn = block.held;
       held = (int)(shuffle_engine() % order.size());
       hold = true;
     }
@@ -293,7 +302,7 @@ inline void wait_for(size_t open) {
 template <int NEWEST>
 inline void wait_all_but() { wait_for(NEWEST); }
 
-inline void barrier_init(unsigned long long* b) { block.barriers[b] = Barrier(); }
+inline void barrier_init(unsigned long long* b, unsigned arrivals) { block.barriers[b] = Barrier{(int)arrivals}; }
 inline void barrier_init_done() {}
 inline Barrier& barrier_of(unsigned long long* b) {
   auto found = block.barriers.find(b);
@@ -304,6 +313,10 @@ inline void barrier_expect(unsigned long long* b, unsigned bytes) {
   Barrier& x = barrier_of(b);
   if (--x.pending < 0) fail("an mbarrier got more arrivals than its phase takes");
   x.bytes += bytes;
+}
+inline void barrier_arrive(unsigned long long* b) {
+  Barrier& x = barrier_of(b);
+  if (--x.pending < 0) fail("an mbarrier got more arrivals than its phase takes");
 }
 inline void copy_bulk(void* to, const void* from, unsigned bytes, unsigned long long* b) {  // warp-wide, one copies
   if (current % 32) return;
@@ -322,7 +335,7 @@ inline void barrier_wait(unsigned long long* b, unsigned phase) {
     if (x.pending > 0 || ready < x.bytes) return false;
     if (ready > x.bytes) fail("an mbarrier got more bytes than it was told to expect");
     for (const Copy& c : x.copies) finish(c);
-    x = Barrier{1, x.phase + 1, 0, {}};
+    x = Barrier{x.arrivals, x.arrivals, x.phase + 1};
     return true;
   };
   if (arrived()) return;

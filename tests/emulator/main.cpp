@@ -56,6 +56,7 @@ int main(int, char** argv) {
       call = [=] { merge(part_out, part_lse, lens, node_starts, out, lse, scale, a, b, heads, max_rows, splits, max_splits, min_split); };
     }
     if (posix_memalign((void**)&raw, 128, std::max(shared, 16u))) return 2;  // the exact size, as above
+    gridDim = {(int)x, (int)y, (int)z};
     for (blockIdx.z = 0; blockIdx.z < (int)z; ++blockIdx.z)
       for (blockIdx.y = 0; blockIdx.y < (int)y; ++blockIdx.y)
         for (blockIdx.x = 0; blockIdx.x < (int)x; ++blockIdx.x) {
