@@ -99,8 +99,13 @@ def test_move_kernel(gate_metrics):
         chains = tuple(np.array(c) for c in np.split(units[: int(size * fill)], [17, 30]))
         moves = plan.plan(plan.Layout(size, chains, (0, 0, 0), plan.free_units(size, chains)), 10**6)
         g = torch.Generator().manual_seed(seed)
-        made = [(576, torch.bfloat16), (576, torch.bfloat16), (8, torch.float32), (576, torch.float8_e4m3fn)]
-        buffers = [torch.randn(size + 1, 1, width, generator=g).to(dtype).to(device) for width, dtype in made]
+        # More layers than one program takes, and not twice as many; odd widths; addresses that divide by 4 or 8 alone.
+        made = [(576, torch.bfloat16, 0)] * 9 + [(576, torch.float8_e4m3fn, 0), (8, torch.float32, 0)]
+        made += [(70, torch.float32, 0), (70, torch.float32, 2), (36, torch.float32, 1), (7, torch.float32, 0)]
+        buffers = [
+            torch.randn((size + 1) * width + skip, generator=g).to(dtype).to(device)[skip:].view(size + 1, 1, width)
+            for width, dtype, skip in made
+        ]
         before = [b.view(torch.uint8).clone() for b in buffers]
         want = [b.clone() for b in before]
         src, dst = torch.from_numpy(moves.src).to(device), torch.from_numpy(moves.dst).to(device)

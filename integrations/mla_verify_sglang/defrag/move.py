@@ -1,11 +1,12 @@
 """Rows of K/V from slot to slot, in every layer of every pool, so that either all have moved or none.
 
-On a GPU one Triton kernel moves all layers: a program takes one path of the plan through one layer, 1,152 bytes read
-and 1,152 written for each step, with no scratch. Elsewhere torch gathers and scatters layer by layer.
+On a GPU one Triton kernel moves all layers: a program takes one path of the plan through a few layers, 1,152 bytes read
+and 1,152 written for each step and layer, with no scratch. Elsewhere torch gathers and scatters layer by layer.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -52,7 +53,7 @@ class RowMover:
         self.rows = [_words(b) for b in buffers]
         self.device = self.rows[0].device
         self.row_bytes = sum(b.shape[1] * b.element_size() for b in self.rows)  # of one slot, all layers
-        self._groups: dict[int, Tensor] | None = None
+        self._groups: dict[int, tuple[Tensor, int]] | None = None  # by width: addresses, and what divides them
 
     def move(self, moves: Moves, undo: ExitStack, point: Point = nothing) -> None:
         """Move rows; what has been moved is put back when ``undo`` unwinds.
@@ -101,11 +102,16 @@ class RowMover:
             for rows in self.rows:
                 groups.setdefault(rows.shape[1], []).append(rows.data_ptr())
             self._groups = {
-                words: torch.tensor(bases, dtype=torch.int64, device=self.device) for words, bases in groups.items()
+                words: (torch.tensor(bases, dtype=torch.int64, device=self.device), math.gcd(16, *bases))
+                for words, bases in groups.items()
             }
-        table = torch.from_numpy(np.concatenate([moves.src, moves.dst, moves.starts])).to(self.device)
-        paths = len(moves.starts) - 1
-        return [partial(move_paths, bases, words, table, len(moves), paths) for words, bases in self._groups.items()]
+        begin, end = moves.starts[:-1], moves.starts[1:]
+        table = np.concatenate([moves.src, moves.starts, moves.dst[begin], moves.src[end - 1]])
+        table, paths = torch.from_numpy(table).to(self.device), len(begin)
+        return [
+            partial(move_paths, bases, align, words, table, len(moves), paths)
+            for words, (bases, align) in self._groups.items()
+        ]
 
 
 def _words(buffer: Tensor) -> Tensor:

@@ -64,8 +64,8 @@ class Moves:
     """What lies in src[i] goes to dst[i]. int64; no unit occurs twice in src or in dst.
 
     src, dst  in an order in which nothing is overwritten before it is read, but for rings
-    starts    int64 [paths + 1]: path p is moves starts[p] to starts[p + 1]. A path whose last source is its first
-              destination is a ring: that row is read before the path begins
+    starts    int64 [paths + 1]: path p is moves starts[p] to starts[p + 1], each into what the move before it left. A
+              path whose last source is its first destination is a ring: that row is read before the path begins
     """
 
     src: np.ndarray
