@@ -35,11 +35,9 @@ class OutputCounts:
         self._add(rows, next_tokens.long())
 
     def add(self, batch, tokens: Tensor, count: Tensor) -> None:
-        """The first ``count[b]`` of ``tokens`` [batch, P] are committed."""
-        if self._counts is None or not _penalized(batch.reqs):
-            return
-        rows = batch.req_pool_indices.long()[:, None].expand_as(tokens)
-        live = torch.arange(tokens.shape[1], device=tokens.device) < count[:, None]
+        """The first ``count[b]`` of ``tokens`` [batch, P] are committed; for a batch that has counts (``of``)."""
+        rows, places = batch.req_pool_indices.long()[:, None].expand_as(tokens), tokens.shape[1]
+        live = torch.arange(places, device=tokens.device) < count[:, None] if places > 1 else None
         self._add(rows, tokens, live)
 
     def of(self, batch) -> Tensor | None:
@@ -87,10 +85,12 @@ def penalize(logits: Tensor, tree: DraftTree, counts: Tensor, reqs) -> None:
     """
     batch, nodes, vocabulary = logits.shape
     device = logits.device
-    see = tree.sees()
-    see[:, :, 0] = False  # the root is counted already
-    seen = counts[:, None].repeat(1, nodes, 1)
-    seen.scatter_add_(2, tree.tokens[:, None].expand(-1, nodes, -1), see.to(seen.dtype))
+    seen = counts[:, None]
+    if nodes > 1:
+        see = tree.sees()
+        see[:, :, 0] = False  # the root is counted already
+        seen = seen.repeat(1, nodes, 1)
+        seen.scatter_add_(2, tree.tokens[:, None].expand(-1, nodes, -1), see.to(seen.dtype))
 
     def of(name: str) -> Tensor:
         values = torch.tensor([float(getattr(r.sampling_params, name)) for r in reqs])
@@ -129,7 +129,8 @@ def targets(logits: Tensor, info, nodes: int, widest: int) -> Tensor:
         return best
 
     def each(values: Tensor) -> Tensor:
-        return values.view(-1, 1).repeat_interleave(nodes, 0)
+        values = values.view(-1, 1)
+        return values.repeat_interleave(nodes, 0) if nodes > 1 else values
 
     probabilities = torch.softmax(logits.float() / each(info.temperatures), -1)
     ids = None
