@@ -124,9 +124,8 @@ def targets(logits: Tensor, info, nodes: int, widest: int) -> Tensor:
 
     logits [batch * N, V]; ``widest`` is the largest top-k of the batch, a host number.
     """
-    best = logits.argmax(-1).view(-1, nodes)
     if info is None or info.is_all_greedy:
-        return best
+        return logits.argmax(-1).view(-1, nodes)
 
     def each(values: Tensor) -> Tensor:
         values = values.view(-1, 1)
@@ -135,13 +134,18 @@ def targets(logits: Tensor, info, nodes: int, widest: int) -> Tensor:
     probabilities = torch.softmax(logits.float() / each(info.temperatures), -1)
     ids = None
     if info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling:
-        probabilities, ids = probabilities.topk(min(widest, logits.shape[-1]), -1)
-        before = probabilities.cumsum(-1) - probabilities
-        rank = torch.arange(probabilities.shape[1], device=logits.device)
-        dropped = (rank >= each(info.top_ks)) | (before > each(info.top_ps))
-        dropped |= probabilities < probabilities[:, :1] * each(info.min_ps)
-        probabilities = probabilities.masked_fill(dropped, 0.0)
+        whole, ids = probabilities.topk(min(widest, logits.shape[-1]), -1)
+        probabilities = whole
+        if info.need_top_k_sampling:
+            rank = torch.arange(whole.shape[1], device=logits.device)
+            probabilities = probabilities.masked_fill(rank >= each(info.top_ks), 0.0)
+        if info.need_top_p_sampling:
+            probabilities = probabilities.masked_fill(whole.cumsum(-1) - whole > each(info.top_ps), 0.0)
+        if info.need_min_p_sampling:
+            probabilities = probabilities.masked_fill(whole < whole[:, :1] * each(info.min_ps), 0.0)
     # The largest of p / Exp(1) is a draw from p; it needs no sum and no wait.
     drawn = (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1, keepdim=True)
     drawn = (drawn if ids is None else ids.gather(-1, drawn)).view(-1, nodes)
-    return torch.where(info.top_ks.view(-1, 1) <= 1, best, drawn)
+    if not info.need_top_k_sampling:
+        return drawn
+    return torch.where(info.top_ks.view(-1, 1) <= 1, logits.argmax(-1).view(-1, nodes), drawn)
