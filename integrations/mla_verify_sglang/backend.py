@@ -127,13 +127,14 @@ class MlaVerifyBackend(AttentionBackend):
         self._starts = torch.zeros(max_bs, dtype=torch.int64, device=self.device)
         self._lens = torch.zeros(max_bs, dtype=torch.int32, device=self.device)
         self._words = torch.zeros(words, dtype=torch.int32, device=self.device)
+        self._roots = self._chain_words(1, max_bs)  # of trees of one node, which are never written
         self._graph_steps: dict[tuple[int, int], Step] = {}
         if self.draft_tokens > 1 and torch.device(self.device).type == "cuda":
             from .masks import pack
 
             # Have it compiled now, where nobody waits for a token.
             pack(torch.zeros(self.draft_tokens**2, dtype=torch.bool, device=self.device), 1, self.draft_tokens)
-        kept = [self._starts, self._lens, self._words]
+        kept = [self._starts, self._lens, self._words, self._roots]
         kept += [self._verify_mask.buffer] if self._verify_mask is not None else []
         size = sum(t.numel() * t.element_size() for t in kept)
         logger.info(
@@ -163,9 +164,9 @@ class MlaVerifyBackend(AttentionBackend):
             self._lens[batch - padding : batch].zero_()
         step = self._captured(nodes, batch)
         words = None
-        if in_capture:
+        if nodes > 1 and in_capture:
             words = self._chain_words(nodes, batch)
-        elif tree and batch > padding:
+        elif nodes > 1 and batch > padding:
             words = self._mask_words(spec_info, forward_batch.seq_lens, batch - padding, nodes)
             if words is None:
                 words = self._chain_words(nodes, batch)
@@ -180,7 +181,7 @@ class MlaVerifyBackend(AttentionBackend):
         if (nodes, batch) not in self._graph_steps:
             width = _width(nodes)
             rows = nodes * batch
-            words = self._words[: rows * width].view(rows, width)
+            words = self._words[: rows * width].view(rows, width) if nodes > 1 else self._roots[:batch]
             slots = Slots(self.req_to_token, self._starts[:batch], self._lens[:batch], self.req_to_token.shape[1])
             self._graph_steps[nodes, batch] = Step(slots, Tree(words, self._node_starts(nodes, batch), nodes))
         return self._graph_steps[nodes, batch]

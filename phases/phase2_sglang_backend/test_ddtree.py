@@ -191,6 +191,14 @@ def test_kernels_equal_torch(gate_metrics):
         kernels.accept_paths(begin, targets[:, : small.nodes].contiguous().to(DEVICE), done)
         for name in ("path", "count", "tokens", "bonus"):
             assert torch.equal(getattr(done, name).cpu(), getattr(mine, name)), (shape, name, "first nodes")
+        # Roots alone, which no kernel is launched for.
+        roots, said = DraftTree.roots(bonus.to(DEVICE)), targets[:, :1].contiguous().to(DEVICE)
+        mine = accept(roots, said, 1)
+        done = Accepted(*(torch.full_like(t, 55) for t in vars(mine).values()))
+        kernels.accept_paths(roots, said, done)
+        for name in ("path", "count", "tokens", "bonus"):
+            assert torch.equal(getattr(done, name), getattr(mine, name)), (shape, name, "roots alone")
+            assert getattr(done, name).dtype == getattr(mine, name).dtype
     for batch, nodes in ((3, 1), (70, 16), (2, 33), (5, 128)):
         mask = torch.rand(batch, nodes, nodes, generator=torch.Generator().manual_seed(nodes)) < 0.5
         longer = torch.cat([mask.flatten(), torch.ones(9, dtype=torch.bool)])  # SGLang's buffers are
@@ -329,8 +337,13 @@ def request(**penalties):
     return SimpleNamespace(sampling_params=parameters, tokenizer=None, output_ids=[])
 
 
-def decode(steps: int, batch: int, sampled, *, req=None, biased: bool = False, length: int = 8) -> tuple[Tensor, float]:
-    """Run DDTREE on the table, requests of ``length`` tokens that begin at token 0: [requests, length] and accept."""
+def decode(
+    steps: int, batch: int, sampled, *, req=None, biased: bool = False, length: int = 8, nodes: int | None = None
+) -> tuple[Tensor, float]:
+    """Run DDTREE on the table, requests of ``length`` tokens that begin at token 0: [requests, length] and accept.
+
+    ``nodes`` of each tree are verified; None: all.
+    """
     target, draft = Markov().tables()
     vocabulary, depth, budget = len(target), 4, 9
     req = req or request()
@@ -346,7 +359,7 @@ def decode(steps: int, batch: int, sampled, *, req=None, biased: bool = False, l
             last = last @ torch.softmax(draft, -1)
         logits = torch.stack(marginals, 1).log()
         ids, logprobs = whole_head(logits, budget)
-        tree = built(bonus, ids, logprobs, budget)
+        tree = built(bonus, ids, logprobs, budget).first(batch, nodes)
         said = target[tree.tokens].flatten(0, 1).clone()
         penalized = bool(req.sampling_params.frequency_penalty or req.sampling_params.repetition_penalty != 1)
         sampling.adjust(said, sampled, tree, [req] * batch, counts if penalized else None)
@@ -354,10 +367,10 @@ def decode(steps: int, batch: int, sampled, *, req=None, biased: bool = False, l
         if biased:  # a walk that follows the first child whatever the target drew, one time in eight
             lucky = torch.rand(batch, device=DEVICE) < 0.125
             targets[:, 0] = torch.where(lucky, tree.tokens[:, 1], targets[:, 0])
-        done = accept(tree, targets, depth + 1)
+        done = accept(tree, targets, min(depth + 1, tree.nodes))
         taken, passes = taken + int(done.count.sum()), passes + batch
         bonus = done.bonus
-        live = torch.arange(depth + 1, device=DEVICE) < done.count[:, None]
+        live = torch.arange(done.tokens.shape[1], device=DEVICE) < done.count[:, None]
         counts.scatter_add_(1, done.tokens, live.to(counts.dtype))
         for b, (tokens, n) in enumerate(zip(done.tokens.tolist(), done.count.tolist(), strict=True)):
             rows[b] += tokens[:n]
@@ -409,23 +422,24 @@ def p_value(ours: Tensor, theirs: Tensor) -> float:
 
 
 SAMPLED = {
-    "plain": ({}, {}),
-    "temperature": ({"temperature": 0.6}, {}),
-    "top-p": ({"top_p": 0.8}, {}),
-    "top-k, min-p": ({"top_k": 5, "min_p": 0.1}, {}),
-    "frequency": ({"top_p": 0.9}, {"frequency_penalty": 0.9, "presence_penalty": 0.4}),
-    "repetition": ({}, {"repetition_penalty": 1.5}),
+    "plain": ({}, {}, None),
+    "temperature": ({"temperature": 0.6}, {}, None),
+    "top-p": ({"top_p": 0.8}, {}, None),
+    "top-k, min-p": ({"top_k": 5, "min_p": 0.1}, {}, None),
+    "frequency": ({"top_p": 0.9}, {"frequency_penalty": 0.9, "presence_penalty": 0.4}, None),
+    "repetition": ({}, {"repetition_penalty": 1.5}, None),
+    "roots alone": ({"top_p": 0.9, "top_k": 9}, {"frequency_penalty": 0.9, "repetition_penalty": 1.5}, 1),
 }
 
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_sampling_honoured(name, gate_metrics):
     """χ² of DDTREE's tokens against plain sampling, penalties counted along the path; several accepted a step."""
-    parameters, penalties = SAMPLED[name]
+    parameters, penalties, nodes = SAMPLED[name]
     sampled, req = info(64, **parameters), request(**penalties)
-    ours, length = decode(130, 64, sampled, req=req)
+    ours, length = decode(130, 64, sampled, req=req, nodes=nodes)
     p = p_value(ours, direct(len(ours) * 2, sampled, req=req))
-    assert length > 1.3, f"accept length {length:.2f}: hardly a walk"
+    assert length > 1.3 or nodes == 1, f"accept length {length:.2f}: hardly a walk"
     assert p >= 0.001, f"{name}: χ² rejects at p = {p:.2g}"
     gate_metrics["p_value"] = p
     gate_metrics["accept_length"] = length

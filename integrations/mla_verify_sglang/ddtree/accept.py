@@ -8,6 +8,7 @@ token at its end follows. Every token that is committed is thus the target's own
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -41,10 +42,13 @@ def accept(tree: DraftTree, targets: Tensor, longest: int) -> Accepted:
 
     targets  int64 [batch, N]: the target's token at each node
     longest  P: 1 + the largest depth a tree can have
+    Trees of a root alone cost no launch; their ``path`` and ``count`` are shared and must not be written to.
     """
     batch, nodes = tree.tokens.shape
     if targets.shape != tree.tokens.shape:
         raise ValueError(f"targets has shape {list(targets.shape)}; expected {list(tree.tokens.shape)}, one per node")
+    if nodes == longest == 1:
+        return Accepted(*_alone(batch, targets.device), targets, targets.reshape(-1))
     if tree.tokens.is_cuda:
         from .kernels import accept_paths
 
@@ -58,6 +62,13 @@ def accept(tree: DraftTree, targets: Tensor, longest: int) -> Accepted:
         accept_paths(tree, targets.contiguous(), done)
         return done
     return _accept(tree, targets, longest)
+
+
+@cache
+def _alone(batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Path and count of roots alone, the same at every step of a batch size."""
+    zeros = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+    return zeros, torch.ones(batch, dtype=torch.int32, device=device)
 
 
 def _accept(tree: DraftTree, targets: Tensor, longest: int) -> Accepted:

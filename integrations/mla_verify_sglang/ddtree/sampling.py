@@ -35,11 +35,9 @@ class OutputCounts:
         self._add(rows, next_tokens.long())
 
     def add(self, batch, tokens: Tensor, count: Tensor) -> None:
-        """The first ``count[b]`` of ``tokens`` [batch, P] are committed."""
-        if self._counts is None or not _penalized(batch.reqs):
-            return
-        rows = batch.req_pool_indices.long()[:, None].expand_as(tokens)
-        live = torch.arange(tokens.shape[1], device=tokens.device) < count[:, None]
+        """The first ``count[b]`` of ``tokens`` [batch, P] are committed; for a batch that has counts (``of``)."""
+        rows, places = batch.req_pool_indices.long()[:, None].expand_as(tokens), tokens.shape[1]
+        live = torch.arange(places, device=tokens.device) < count[:, None] if places > 1 else None
         self._add(rows, tokens, live)
 
     def of(self, batch) -> Tensor | None:
@@ -87,10 +85,12 @@ def penalize(logits: Tensor, tree: DraftTree, counts: Tensor, reqs) -> None:
     """
     batch, nodes, vocabulary = logits.shape
     device = logits.device
-    see = tree.sees()
-    see[:, :, 0] = False  # the root is counted already
-    seen = counts[:, None].repeat(1, nodes, 1)
-    seen.scatter_add_(2, tree.tokens[:, None].expand(-1, nodes, -1), see.to(seen.dtype))
+    seen = counts[:, None]
+    if nodes > 1:
+        see = tree.sees()
+        see[:, :, 0] = False  # the root is counted already
+        seen = seen.repeat(1, nodes, 1)
+        seen.scatter_add_(2, tree.tokens[:, None].expand(-1, nodes, -1), see.to(seen.dtype))
 
     def of(name: str) -> Tensor:
         values = torch.tensor([float(getattr(r.sampling_params, name)) for r in reqs])
@@ -124,23 +124,28 @@ def targets(logits: Tensor, info, nodes: int, widest: int) -> Tensor:
 
     logits [batch * N, V]; ``widest`` is the largest top-k of the batch, a host number.
     """
-    best = logits.argmax(-1).view(-1, nodes)
     if info is None or info.is_all_greedy:
-        return best
+        return logits.argmax(-1).view(-1, nodes)
 
     def each(values: Tensor) -> Tensor:
-        return values.view(-1, 1).repeat_interleave(nodes, 0)
+        values = values.view(-1, 1)
+        return values.repeat_interleave(nodes, 0) if nodes > 1 else values
 
     probabilities = torch.softmax(logits.float() / each(info.temperatures), -1)
     ids = None
     if info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling:
-        probabilities, ids = probabilities.topk(min(widest, logits.shape[-1]), -1)
-        before = probabilities.cumsum(-1) - probabilities
-        rank = torch.arange(probabilities.shape[1], device=logits.device)
-        dropped = (rank >= each(info.top_ks)) | (before > each(info.top_ps))
-        dropped |= probabilities < probabilities[:, :1] * each(info.min_ps)
-        probabilities = probabilities.masked_fill(dropped, 0.0)
+        whole, ids = probabilities.topk(min(widest, logits.shape[-1]), -1)
+        probabilities = whole
+        if info.need_top_k_sampling:
+            rank = torch.arange(whole.shape[1], device=logits.device)
+            probabilities = probabilities.masked_fill(rank >= each(info.top_ks), 0.0)
+        if info.need_top_p_sampling:
+            probabilities = probabilities.masked_fill(whole.cumsum(-1) - whole > each(info.top_ps), 0.0)
+        if info.need_min_p_sampling:
+            probabilities = probabilities.masked_fill(whole < whole[:, :1] * each(info.min_ps), 0.0)
     # The largest of p / Exp(1) is a draw from p; it needs no sum and no wait.
     drawn = (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1, keepdim=True)
     drawn = (drawn if ids is None else ids.gather(-1, drawn)).view(-1, nodes)
-    return torch.where(info.top_ks.view(-1, 1) <= 1, best, drawn)
+    if not info.need_top_k_sampling:
+        return drawn
+    return torch.where(info.top_ks.view(-1, 1) <= 1, logits.argmax(-1).view(-1, nodes), drawn)

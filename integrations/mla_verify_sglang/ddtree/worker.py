@@ -72,7 +72,7 @@ class DdtreeWorker(DFlashWorkerV2):
         self._observed: list[Observation] = []  # and not told to all ranks yet
         self._steps = 0
         self._running: deque[tuple[int, list]] = deque()  # width and requests of steps without a result yet
-        self._roots: DraftTree | None = None
+        self._roots: dict[int, DraftTree] = {}  # by batch size
         self._runners: dict[int, Any] = {}  # target graphs of the widths below the widest
         self._node_steps = torch.arange(self.nodes, device=self.device)
         self.model_runner.spec_algorithm.block = self.block_size
@@ -150,9 +150,9 @@ class DdtreeWorker(DFlashWorkerV2):
         nothing = torch.zeros(1, self.nodes, dtype=torch.int64, device=self.device)
         whole = DraftTree.empty(1, self.nodes, self.device)
         whole.parents.fill_(-1)
-        for width in self.policy.widths:
+        for width in self.policy.drafting:
             # As a step has them: a kernel is compiled for strides and widths of 1, of multiples of 16, and others.
-            tree = whole.first(1, width) if width > 1 else self._undrafted(nothing[0, :1])
+            tree = whole.first(1, width)
             done = accept(tree, tree.tokens, min(width, self.block_size))
             # Slot 0 is nobody's, and a path of one node moves nothing.
             self._mover_of_target().move(nothing[:, :width].contiguous(), done.path, done.count)
@@ -252,7 +252,10 @@ class DdtreeWorker(DFlashWorkerV2):
         width = self._choose(batch)
         longest = min(width, self.block_size)
         table = self.model_runner.req_to_token_pool.req_to_token
-        window = table[batch.req_pool_indices[:, None], prefix[:, None] + self._node_steps[:width]].long()
+        if width == 1:
+            window = table[batch.req_pool_indices, prefix].long()[:, None]
+        else:
+            window = table[batch.req_pool_indices[:, None], prefix[:, None] + self._node_steps[:width]].long()
         widest = batch.spec_info.max_top_k  # verify puts its own in the place of the draft input
         if width == 1:
             tree = self._undrafted(batch.spec_info.bonus_tokens)
@@ -270,16 +273,18 @@ class DdtreeWorker(DFlashWorkerV2):
                 reqs=batch.reqs, tree=grammar_tree, sampling_info=batch.sampling_info, device=logits.device,
                 barrier=grammar_barrier,
             )  # fmt: skip
-        sampling.adjust(logits, batch.sampling_info, tree, batch.reqs, self._counts.of(batch))
+        counts = self._counts.of(batch)
+        sampling.adjust(logits, batch.sampling_info, tree, batch.reqs, counts)
         if mask is not None:
             mask.apply(logits)
         targets = sampling.targets(logits, batch.sampling_info, width, widest)
         accepted = accept(tree, self._same_on_all_ranks(targets), longest)
-        lens = prefix + accepted.count.to(prefix.dtype)
+        lens = prefix + accepted.count
         if on_publish is not None:
             on_publish(lens)
         self._commit(prefix, window, accepted, output.hidden_states)
-        self._counts.add(batch, accepted.tokens, accepted.count)
+        if counts is not None:
+            self._counts.add(batch, accepted.tokens, accepted.count)
         output.hidden_states = None
         if getattr(batch, "return_logprob", False):
             compat.path_logprobs(batch, output, accepted, logits)
@@ -295,9 +300,9 @@ class DdtreeWorker(DFlashWorkerV2):
 
     def _undrafted(self, bonus: Tensor) -> DraftTree:
         """Trees of the root alone: a plain decode step, after which the drafter's K/V is as complete as after any."""
-        if self._roots is None or len(self._roots.tokens) < len(bonus):
-            self._roots = DraftTree.roots(bonus.new_zeros(max(len(bonus), self.model_runner.req_to_token_pool.size)))
-        return replace(self._roots.first(len(bonus)), tokens=bonus[:, None])
+        if len(bonus) not in self._roots:
+            self._roots[len(bonus)] = DraftTree.roots(torch.zeros_like(bonus))
+        return replace(self._roots[len(bonus)], tokens=bonus[:, None])
 
     def _draft(self, batch, window: Tensor) -> DraftTree:
         """The drafter over [bonus, mask, …], non-causal within the block, and the trees of its marginals."""
@@ -336,12 +341,13 @@ class DdtreeWorker(DFlashWorkerV2):
 
     def _verify(self, batch, window: Tensor, tree: DraftTree) -> tuple[Any, bool]:
         """One pass of the target over all nodes: what it says at each, and whether a graph ran."""
+        alone = tree.nodes == 1  # where the backend needs no words
         inputs = TreeVerifyInput(
             draft_token=tree.tokens.reshape(-1),
-            positions=(batch.seq_lens[:, None] + tree.depths).reshape(-1),
+            positions=batch.seq_lens if alone else (batch.seq_lens[:, None] + tree.depths).reshape(-1),
             draft_token_num=tree.nodes,
             capture_hidden_mode=CaptureHiddenMode.FULL,
-            tree_words=tree.words.flatten(0, 1),
+            tree_words=None if alone else tree.words.flatten(0, 1),
         )
         batch.out_cache_loc = window.reshape(-1)
         kept = batch.seq_lens_cpu, batch.seq_lens_sum
@@ -357,15 +363,18 @@ class DdtreeWorker(DFlashWorkerV2):
 
     def _commit(self, prefix: Tensor, window: Tensor, accepted: Accepted, hidden: Tensor) -> None:
         """Target K/V into path order, then the drafter's K/V of the accepted tokens from their hidden states."""
-        self._mover_of_target().move(window, accepted.path, accepted.count)
         size, longest = accepted.path.shape
-        slots = window[:, :longest].contiguous()
+        slots, positions, parts = window[:, :longest].contiguous(), prefix, {}
+        if longest > 1:
+            self._mover_of_target().move(window, accepted.path, accepted.count)
+            hidden = hidden[accepted.rows(len(hidden) // size)]
+            positions = (prefix[:, None] + self._block_pos_offsets[:longest]).view(-1)
+        runner = self.draft_model_runner
+        if longest > 1 or runner.token_to_kv_pool.dtype != runner.dtype:
+            # A root's row is whole, which SGLang's plain store is quicker with; but that rounds to fp8 in its own way.
+            parts = {"cache_loc_2d": slots, "commit_lens": accepted.count}
         self._append_target_hidden_to_draft_kv_by_loc(
-            target_hidden=hidden[accepted.rows(len(hidden) // size)],
-            cache_loc=slots.view(-1),
-            cache_loc_2d=slots,
-            positions=(prefix[:, None] + self._block_pos_offsets[:longest]).view(-1),
-            commit_lens=accepted.count,
+            target_hidden=hidden, cache_loc=slots.view(-1), positions=positions, **parts
         )
 
     def _mover_of_target(self) -> Mover:
@@ -392,6 +401,8 @@ def _buffers_kept(backend):
 
 def _grammar_tree(tree: DraftTree) -> GrammarTree:
     """Links from node to first child and next sibling, which the grammar follows on the host."""
+    if tree.nodes == 1:
+        return GrammarTree.from_linear_chain(tree.tokens)
     nodes, parents = tree.nodes, tree.parents.long()
     index = torch.arange(nodes, device=parents.device)
     child = parents[:, None, :] == index[:, None]
