@@ -1,4 +1,4 @@
-"""Drafters of the tests: random ones for the tiny MLA model (DFlash, EAGLE, EAGLE3), and the trained DFlash with its target.
+"""Drafters of the tests: random ones for the tiny MLA model (DFlash, EAGLE, EAGLE3), the trained DFlash, its target.
 
 The trained pair lies in tests/models/weights, where it has been made; its text is what it was not trained on.
 """
