@@ -26,6 +26,7 @@ pytest.importorskip("sglang", reason="this gate runs where SGLang is installed")
 SUPPORT = Path(__file__).resolve().parents[2] / "tests" / "sglang_cpu"
 sys.path.insert(0, str(SUPPORT))
 
+import drafter  # noqa: E402
 import session  # noqa: E402
 from session import Difference, Plan, Reply  # noqa: E402
 
@@ -127,17 +128,19 @@ def _job(name: str, prompts: list[list[int]], **more) -> dict:
 
 OURS = {"attention_backend": "mla_verify"}
 NGRAM = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": SIZE.nodes}
-STANDALONE = {
-    "speculative_algorithm": "STANDALONE",
+DRAFTED = {
     "speculative_num_steps": 4,
     "speculative_eagle_topk": 4,
     "speculative_num_draft_tokens": SIZE.nodes,
     "speculative_draft_attention_backend": "triton",
 }
+STANDALONE = DRAFTED | {"speculative_algorithm": "STANDALONE"}
+EAGLES = {"eagle": "EAGLE", "eagle3": "EAGLE3"}
 # What each test needs; it runs what its engines' plans list.
 NEEDS = {
     "test_ngram_token_exact": ("builtin", "plain", "ngram"),
     "test_standalone_token_exact": ("builtin", "plain", "standalone"),
+    "test_eagle_token_exact": ("builtin", *EAGLES),
     "test_pool_balance": ("small",),
     "test_graph_equals_eager": ("ngram", "eager"),
     "test_overlap": ("ngram", "no-overlap"),
@@ -180,6 +183,11 @@ def plans(folder: Path) -> dict[str, Plan]:
     if GPU:
         state |= {"cuda_graph_max_bs_decode": STATE_REQUESTS}
     page = {"page_size": 64}
+    eagles = {}
+    for name, algorithm in EAGLES.items():
+        draft = drafter.write_eagle(folder / name, SIZE.model, three=algorithm == "EAGLE3")
+        told = DRAFTED | {"speculative_algorithm": algorithm, "speculative_draft_model_path": str(draft)}
+        eagles[name] = Plan(base | OURS | told, {"some": chosen})
     return {
         "builtin": Plan(base | {"attention_backend": "triton"}, {"main": everything}),
         "plain": Plan(base | OURS, {"main": everything}),
@@ -194,6 +202,7 @@ def plans(folder: Path) -> dict[str, Plan]:
         "no-radix": Plan(base | OURS | NGRAM | {"disable_radix_cache": True}, {"shared": shared}),
         "page-64": Plan(base | OURS | page, {"some": chosen}),
         "state": Plan(base | OURS | NGRAM | state, {}),
+        **eagles,
     }
 
 
@@ -294,6 +303,19 @@ def test_standalone_token_exact(runs, gate_metrics):
         "no speculation, built-in": (plain["main"], builtin["main"]),
         "STANDALONE, built-in": (standalone["main"], builtin["main"]),
     })  # fmt: skip
+
+
+def test_eagle_token_exact(runs, gate_metrics):
+    """Drafters of random weights: EAGLE's guesses are hardly ever right, EAGLE3's at times."""
+    builtin, pairs = runs("builtin"), {}
+    require_walks(gate_metrics, builtin["main"])
+    for name, algorithm in EAGLES.items():
+        engine = runs(name)
+        require_modes(engine)
+        gate_metrics[f"accept_length {algorithm}"] = accept = session.accept_length(engine["some"])
+        assert accept > 1 if algorithm == "EAGLE3" else accept >= 1, f"{algorithm}: accept length {accept:.2f}"
+        pairs[f"{algorithm}, built-in"] = engine["some"], chosen(builtin["main"])
+    compare(gate_metrics, pairs)
 
 
 def test_pool_balance(runs, gate_metrics):

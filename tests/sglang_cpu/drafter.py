@@ -1,4 +1,4 @@
-"""Drafters of the tests: random ones for the tiny MLA model (DFlash, EAGLE), and the trained DFlash with its target.
+"""Drafters of the tests: random ones for the tiny MLA model (DFlash, EAGLE, EAGLE3), the trained DFlash, its target.
 
 The trained pair lies in tests/models/weights, where it has been made; its text is what it was not trained on.
 """
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from mla_verify_bench import tiny_model
 from mla_verify_bench.tiny_model import TinyModel
 
 MODELS = Path(__file__).resolve().parents[1] / "models"
@@ -38,13 +39,17 @@ def write(path: Path, model: TinyModel, *, block: int = 8, window: int | None = 
     return _save(path, model, config, Drafter(sizes, target).state_dict())
 
 
-def write_eagle(path: Path, model: TinyModel, *, seed: int = 0) -> Path:
-    """Write an EAGLE drafter of one Llama layer of random weights; words and their scores are the target's."""
+def write_eagle(path: Path, model: TinyModel, *, three: bool = False, seed: int = 0) -> Path:
+    """Write an EAGLE drafter of one Llama layer of random weights; words and their scores are the target's.
+
+    ``three``: EAGLE3, which reads hidden states of several target layers and scores half the words, by a head of its
+    own. That is made to be right at times: a walk's next word but one, of the word that the target last saw.
+    """
     import torch
 
     wide, narrow, heads = model.hidden, 256, 4
     config = {
-        "architectures": ["LlamaForCausalLMEagle"],
+        "architectures": ["LlamaForCausalLMEagle3" if three else "LlamaForCausalLMEagle"],
         "model_type": "llama",
         "vocab_size": model.vocab,
         "hidden_size": wide,
@@ -60,15 +65,37 @@ def write_eagle(path: Path, model: TinyModel, *, seed: int = 0) -> Path:
         "tie_word_embeddings": False,
         "torch_dtype": model.dtype,
     }
+    seen = 2 * wide if three else wide  # by attention: a word beside the hidden state, or the two in one
     shapes = {
-        **{f"self_attn.{one}_proj": (heads * 64, wide) for one in "qkv"}, "self_attn.o_proj": (wide, heads * 64),
+        **{f"self_attn.{one}_proj": (heads * 64, seen) for one in "qkv"}, "self_attn.o_proj": (wide, heads * 64),
         "mlp.gate_proj": (narrow, wide), "mlp.up_proj": (narrow, wide), "mlp.down_proj": (wide, narrow),
     }  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     tensors = {f"layers.0.{k}.weight": torch.randn(s, generator=generator) * s[1] ** -0.5 for k, s in shapes.items()}
     tensors["layers.0.post_attention_layernorm.weight"] = torch.ones(wide)
-    tensors["fc.weight"] = torch.randn(wide, 2 * wide, generator=generator) * (2 * wide) ** -0.5
-    tensors["fc.bias"] = torch.zeros(wide)
+    if three:
+        # The inputs of these layers; SGLang takes a list that begins with 1 for one of outputs.
+        layers = sorted({0, model.layers // 2, model.layers - 1})
+        config |= {"draft_vocab_size": model.vocab // 2}
+        config |= {"eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": layers}}
+        words = torch.randperm(model.vocab, generator=generator)[: model.vocab // 2].sort().values
+        before, order = torch.arange(model.vocab), torch.tensor(tiny_model.cycle(model))
+        before[order] = order.roll(1)
+        mixed = torch.randn(wide, len(layers) * wide, generator=generator) * 0.1 * wide**-0.5
+        mixed[:, :wide] += torch.eye(wide)  # the first layer's input is the word
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            tensors[f"layers.0.{name}.weight"] *= 0.1
+        for name in ("layers.0.input_layernorm", "layers.0.hidden_norm", "norm"):
+            tensors[f"{name}.weight"] = torch.ones(wide)
+        tensors |= {
+            "fc.weight": mixed,
+            "lm_head.weight": tiny_model.weights(model)["lm_head.weight"][before[words]],
+            "d2t": words - torch.arange(len(words)),
+            "t2d": torch.isin(torch.arange(model.vocab), words),
+        }
+    else:
+        tensors["fc.weight"] = torch.randn(wide, 2 * wide, generator=generator) * (2 * wide) ** -0.5
+        tensors["fc.bias"] = torch.zeros(wide)
     return _save(path, model, config, tensors)
 
 
@@ -78,7 +105,8 @@ def _save(path: Path, model: TinyModel, config: dict, tensors: dict) -> Path:
 
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    made = {k: v.to(getattr(torch, model.dtype)).contiguous() for k, v in tensors.items()}
+    dtype = getattr(torch, model.dtype)
+    made = {k: (v.to(dtype) if v.is_floating_point() else v).contiguous() for k, v in tensors.items()}
     save_file(made, str(path / "model.safetensors"), metadata={"format": "pt"})
     return path
 
