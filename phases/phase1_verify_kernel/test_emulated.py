@@ -90,17 +90,38 @@ FAULTS = {
 # The same in the loop of 64 rows.
 FAULTS_64 = {
     "64 rows: a bulk copy's wait left out": ("      barrier_wait(&sh.full[stage], phase);\n", ""),
-    "64 rows: scores read before they are there": ("const bool rescale = sync_or(shrunk);  // here", "const bool rescale = shrunk;  // here"),
+    "64 rows: scores read before they are there": (
+        "const bool rescale = sync_or(shrunk);  // here",
+        "const bool rescale = shrunk;  // here",
+    ),
     "64 rows: scores written over before they are read": ("score_scale);\n      sync();\n", "score_scale);\n"),
-    "64 rows: P read before it is there": ("& 1;\n    const bool rescale = sync_or(shrunk);", "& 1;\n    const bool rescale = shrunk;"),
-    "64 rows: a stage filled that the other half still reads": ("barrier_wait(&sh.empty[to], phase ^ (to < stage) ^ 1);", ""),
+    "64 rows: P read before it is there": (
+        "& 1;\n    const bool rescale = sync_or(shrunk);",
+        "& 1;\n    const bool rescale = shrunk;",
+    ),
+    "64 rows: a stage filled that the other half still reads": (
+        "barrier_wait(&sh.empty[to], phase ^ (to < stage) ^ 1);",
+        "",
+    ),
     "64 rows: norms read before they are there": ("    sync();\n    store_output<64>", "    store_output<64>"),
-    "64 rows: tokens past the end not masked": ("const int left = tokens - i * KEYS - sub * 4;", "const int left = 4;"),
-    "64 rows: a base that moves without rescaling": ("          shrink = exp2_fast(top - base);\n          top", "          shrink = 1.f;\n          top"),
-    "64 rows: the last piece's P in the first products of the next": ("sh.p[1][my_row][sub * 4]) = uint2{0u, 0u};", "sh.p[0][my_row][0]) = uint2{0u, 0u};"),
-    "64 rows: one piece's sums go on in the next": ("    total[0] = total[1] = 0.f;\n    bool shrunk", "    bool shrunk"),
+    "64 rows: tokens past the end not masked": (
+        "const int left = tokens - i * KEYS - sub * 4;",
+        "const int left = 4;",
+    ),
+    "64 rows: a base that moves without rescaling": (
+        "          shrink = exp2_fast(top - base);\n          top",
+        "          shrink = 1.f;\n          top",
+    ),
+    "64 rows: the last piece's P in the first products of the next": (
+        "sh.p[1][my_row][sub * 4]) = uint2{0u, 0u};",
+        "sh.p[0][my_row][0]) = uint2{0u, 0u};",
+    ),
+    "64 rows: one piece's sums go on in the next": (
+        "    total[0] = total[1] = 0.f;\n    bool shrunk",
+        "    bool shrunk",
+    ),
     "64 rows: a piece's tiles from another's tokens": ("if (at >= end) at = end + skip,", "if (at >= end) at = end,"),
-}  # fmt: skip
+}
 
 
 def tried(case: Case) -> list[Problem]:
