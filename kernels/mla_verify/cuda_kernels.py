@@ -53,8 +53,8 @@ class Variant:
         """sizeof(Shared<rows>) in verify.cu, which asserts it."""
         narrow = self.kv == torch.float8_e4m3fn
         stages = (10 if rows == 16 else 7) if narrow else (5 if rows == 16 else 4)
-        ring = stages * (16 * (592 if narrow else 1168) + 8)
-        return ring + (16 * rows if narrow else 16) + (360 * rows + stages * 8 + 2056 if rows == 64 else 360 * rows + 24)
+        always = stages * (16 * (592 if narrow else 1168) + 8) + 360 * rows + (16 * rows if narrow else 16)
+        return always + (stages * 8 + 2056 if rows == 64 else 24)
 
     def macros(self) -> list[tuple[str, str]]:
         return [
@@ -155,7 +155,7 @@ def _stream(device: int, handle: int):
 
 
 def places(splits: int, others: int, rule: SplitRule) -> int:
-    """Among how many blocks of 64 rows a request's ``splits`` pieces are dealt out, where each has ``others`` beside it.
+    """Among how many blocks of 64 rows a request's ``splits`` pieces are dealt out; ``others``: its row blocks.
 
     As few as keep every multiprocessor busy: a block fills its registers and its ring once for all of its pieces. Bits
     do not depend on it.
