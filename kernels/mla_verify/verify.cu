@@ -2,19 +2,19 @@
 // mbarriers (cp.async before sm_90).
 //
 // partial_R (R = 16, 32, 64): one block takes R query rows (a row is node * heads + head) of one request against one
-//   piece of its prefix; blocks of 16 rows take the nodes of its draft tree. 8 warps and at most 99,904 B of shared memory:
+//   piece of its prefix; blocks of 16 rows take the nodes of its draft tree. 8 warps and at most 100,840 B of shared memory:
 //   one source fits the 101,376 B that sm_120 gives a block. Tiles of 16 tokens pass through a ring of four (of seven, for
 //   e4m3; more where there are 16 rows): one gives V to the products of the tile before, one is worked on, the others are
 //   on their way.
 //     S = Q K^T   Q lives in registers as MMA fragments. Four groups of warps own 144 of the 576 columns each; the two
-//                 warps of a group share out the rows (R = 64) or the tokens. The groups' sums meet in shared memory.
+//                 warps of a group share out the tokens. The groups' sums meet in shared memory.
 //     softmax     online, a quarter of it beside each quarter of P V.
 //     O += P V    warp w owns columns 64 w of the 512. V is the K tile itself, read through ldmatrix.trans.
 //   Every fragment is fetched one product ahead. Between two tiles all warps meet twice, back to back: scores are there,
 //   scores are read. Everything else is free.
 //   R = 64: warps 0 to 3 and 4 to 7, one of each on every scheduler, are two halves of 32 rows that share the ring alone.
 //   Each meets its own at named barriers, so that one multiplies while the other waits; an mbarrier says when both have left
-//   a stage. A warp owns 144 columns of S and 128 of O. A block takes several pieces of the same rows, one after the other,
+//   a stage. A warp of a half is a group of S and owns 128 columns of O. A block takes several pieces of the same rows, one after the other,
 //   where there are more than multiprocessors: Q and the ring are filled once.
 //   K rows are 1,152 B (576 B of e4m3) from any slot, a bulk copy each; a row's stride in shared memory is 16 B more, which
 //   keeps ldmatrix free of bank conflicts.
@@ -391,6 +391,16 @@ __device__ __forceinline__ void accumulate(Values<ROWS>& f, Output<ROWS>& out, c
 #endif
 }
 
+// The last P V, with none after it: what the loops do beside the softmax of the next tile.
+template <int ROWS>
+__device__ __forceinline__ void last_values(Output<ROWS>& acc, const T (*p)[P_STRIDE], const float* row, const KV* v, bool rescale, int lane) {
+  Values<ROWS> values;
+  first_values<ROWS>(values, p, v, lane);
+  if (rescale) shrink_all<ROWS>(row, acc, lane);
+#pragma unroll
+  for (int quarter = 0; quarter < Part<ROWS>::QUARTERS; ++quarter) accumulate<ROWS>(values, acc, v, quarter);
+}
+
 // This warp's rows and columns of Q as MMA fragments. e4m3 K comes with four neighbouring columns in a register, so there
 // the columns of a k-step are dealt out to the threads in that order.
 template <int ROWS>
@@ -692,14 +702,9 @@ __device__ __forceinline__ void one_piece(
     k_phase ^= k_stage + 1 == STAGES;
     k_stage = k_stage + 1 < STAGES ? k_stage + 1 : 0;
   }
-  const int tiles = (tokens + KEYS - 1) / KEYS;
+  const int last = (tokens - 1) / KEYS & 1;
   const bool rescale = __syncthreads_or(shrunk);
-  const KV* v = &sh.k[v_stage][0][0] + v_offset;
-  Values<ROWS> values;
-  first_values<ROWS>(values, sh.p[(tiles - 1) & 1], v, lane);
-  if (rescale) shrink_all<ROWS>(sh.row[(tiles - 1) & 1], acc, lane);
-#pragma unroll
-  for (int quarter = 0; quarter < 4; ++quarter) accumulate<ROWS>(values, acc, v, quarter);
+  last_values<ROWS>(acc, sh.p[last], sh.row[last], &sh.k[v_stage][0][0] + v_offset, rescale, lane);
   __syncthreads();
   const float all = row_sum<ROWS>(&total);
   if (has_row && sub == 0) {
@@ -817,7 +822,7 @@ __device__ __forceinline__ void many_pieces(
       float higher, shrink;
       T packed[4];
 #pragma unroll
-      for (int quarter = 0; quarter < 8; ++quarter) {
+      for (int quarter = 0; quarter < Part<64>::QUARTERS; ++quarter) {
         accumulate<64>(values, acc, v, quarter);
         if (quarter == 0) {
           const int left = tokens - i * KEYS - sub * 4;
@@ -853,12 +858,7 @@ __device__ __forceinline__ void many_pieces(
     }
     const int last = (tokens - 1) / KEYS & 1;
     const bool rescale = sync_or(shrunk);
-    const KV* v = &sh.k[v_stage][0][0] + v_offset;
-    Values<64> values;
-    first_values<64>(values, sh.p[last] + half * 32, v, lane);
-    if (rescale) shrink_all<64>(sh.row[last] + half * 32, acc, lane);
-#pragma unroll
-    for (int quarter = 0; quarter < 8; ++quarter) accumulate<64>(values, acc, v, quarter);
+    last_values<64>(acc, sh.p[last] + half * 32, sh.row[last] + half * 32, &sh.k[v_stage][0][0] + v_offset, rescale, lane);
 #if BULK
     __syncwarp();
     if (lane == 0) barrier_arrive(&sh.empty[v_stage]);

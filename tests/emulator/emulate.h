@@ -95,7 +95,7 @@ struct Block {
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
   Meeting meetings[16];
-  unsigned held = 0;  // meetings that came about
+  unsigned met = 0;  // meetings that came about
   int alive = 0;
   std::map<const void*, Barrier> barriers;
 };
@@ -140,7 +140,7 @@ inline int come_together(int barrier, int threads, int vote) {
     m.result = m.votes;
     m.votes = 0;
     ++m.generation;
-    ++block.held;
+    ++block.met;
     return m.result;
   }
   self().seen = m.generation;
@@ -198,13 +198,13 @@ inline void run_block(int threads) {
   std::vector<int> order(threads / 32);
   for (int i = 0; i < threads / 32; ++i) order[i] = i;
   // One warp stands still until no other can move: who counts on its being quick is found out.
-  unsigned drawn = block.held - 1;
+  unsigned drawn = block.met - 1;
   int held = 0;
   bool hold = true;
   while (block.alive) {
     bool moved = false;
-    if (drawn != block.held) {
-      drawn = block.held;
+    if (drawn != block.met) {
+      drawn = block.met;
       held = (int)(shuffle_engine() % order.size());
       hold = true;
     }
@@ -309,14 +309,12 @@ inline Barrier& barrier_of(unsigned long long* b) {
   if (found == block.barriers.end()) fail("an mbarrier is used before it was initialised");
   return found->second;
 }
-inline void barrier_expect(unsigned long long* b, unsigned bytes) {
-  Barrier& x = barrier_of(b);
-  if (--x.pending < 0) fail("an mbarrier got more arrivals than its phase takes");
-  x.bytes += bytes;
-}
 inline void barrier_arrive(unsigned long long* b) {
-  Barrier& x = barrier_of(b);
-  if (--x.pending < 0) fail("an mbarrier got more arrivals than its phase takes");
+  if (--barrier_of(b).pending < 0) fail("an mbarrier got more arrivals than its phase takes");
+}
+inline void barrier_expect(unsigned long long* b, unsigned bytes) {
+  barrier_arrive(b);
+  barrier_of(b).bytes += bytes;
 }
 inline void copy_bulk(void* to, const void* from, unsigned bytes, unsigned long long* b) {  // warp-wide, one copies
   if (current % 32) return;
