@@ -197,6 +197,14 @@ def weights(model: TinyModel, device: str = "cpu") -> dict:
     return {name: t.to(dtype).contiguous() for name, t in tensors.items()}
 
 
+def write_config(path: str | Path, model: TinyModel) -> Path:
+    """Write ``config.json`` alone to the folder ``path`` and return it: for SGLang's ``load_format="dummy"``."""
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    _write_json(path / "config.json", config(model))
+    return path
+
+
 def write(path: str | Path, model: TinyModel | None = None, device: str = "cpu") -> Path:
     """Write the checkpoint folder (config, weights, word-level tokenizer) to ``path`` and return it.
 
@@ -206,12 +214,10 @@ def write(path: str | Path, model: TinyModel | None = None, device: str = "cpu")
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     model = model or TinyModel()
-    path = Path(path)
-    path.mkdir(parents=True, exist_ok=True)
+    path = write_config(path, model)
     tokenizer = Tokenizer(models.WordLevel({word(i): i for i in range(model.vocab)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(path / "tokenizer.json"))
-    _write_json(path / "config.json", config(model))
     _write_json(path / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0})
     _write_json(
         path / "tokenizer_config.json",

@@ -168,9 +168,7 @@ def drafted(algorithm: str, path: str) -> dict:
 
 def deep_models(folder: Path) -> tuple[str, str]:
     """The large model: a config alone, its weights are whatever SGLang draws; and a drafter for it, random too."""
-    target = folder / "deep-model"
-    target.mkdir(parents=True)
-    (target / "config.json").write_text(json.dumps(tiny_model.config(DEEP_MODEL)))
+    target = tiny_model.write_config(folder / "deep-model", DEEP_MODEL)
     return str(target), str(drafter.write(folder / "deep-drafter", DEEP_MODEL, block=8))
 
 

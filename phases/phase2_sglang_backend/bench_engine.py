@@ -79,8 +79,7 @@ def options(folder: Path, mode: str, backend: str) -> dict:
     path = folder / f"model-{mode}"
     if not path.exists():
         if mode == "decode" and GPU:  # its text is of no account, and its weights would take long to draw
-            path.mkdir(parents=True)
-            (path / "config.json").write_text(json.dumps(tiny_model.config(model)))
+            tiny_model.write_config(path, model)
         else:
             tiny_model.write(path, model)
     told = device_options(GPU, model.dtype) | {

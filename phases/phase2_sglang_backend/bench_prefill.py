@@ -62,12 +62,8 @@ Samples = dict[tuple[str, int], list[float]]  # (path, tokens) -> ms to the firs
 
 def options(folder: Path, path: str) -> dict:
     model = folder / "model"
-    if not model.exists():
-        if GPU:  # its text is of no account, and its weights would take long to draw
-            model.mkdir(parents=True)
-            (model / "config.json").write_text(json.dumps(tiny_model.config(MODEL)))
-        else:
-            tiny_model.write(model, MODEL)
+    if not model.exists():  # on a GPU its text is of no account, and its weights would take long to draw
+        (tiny_model.write_config if GPU else tiny_model.write)(model, MODEL)
     told = device_options(GPU, MODEL.dtype) | {
         "model_path": str(model),
         # Not --prefill-attention-backend: SGLang 0.5.17 goes by this flag when it decides whether the chunks after
