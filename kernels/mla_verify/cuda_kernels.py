@@ -164,7 +164,7 @@ def places(splits: int, others: int, rule: SplitRule) -> int:
     def turns(blocks: int) -> int:  # pieces that a multiprocessor takes, one after the other
         return -(-blocks * others // (rule.max_splits + 1)) * -(-splits // blocks)
 
-    return min(range(1, splits + 1), key=lambda blocks: (turns(blocks), blocks))
+    return min(range(1, splits + 1), key=lambda blocks: (turns(blocks), blocks), default=0)  # 0: no prefix at all
 
 
 @dataclass(frozen=True)
