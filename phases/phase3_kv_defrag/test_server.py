@@ -104,7 +104,8 @@ def _run(folder: Path, mode: str) -> dict:
             ]
         ),
     }
-    env = os.environ | more if GPU else engine.environment(Path(sys.executable), MLA_VERIFY_IMPL="reference", **more)
+    own = {k: v for k, v in os.environ.items() if k != "SGLANG_USE_CPU_ENGINE"}  # other files of this run set it
+    env = own | more if GPU else engine.environment(Path(sys.executable), MLA_VERIFY_IMPL="reference", **more)
     code = engine.run([HERE / "traffic.py", folder / "job.json", result], folder, log, env, 1800)
     text = log.read_text(errors="replace")
     assert code == 0 and result.exists(), f"{mode} ended with {code}; its log ends:\n{text[-5000:]}"
