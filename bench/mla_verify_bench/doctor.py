@@ -152,6 +152,7 @@ def _speed(impl: str, tokens: int = 65_536, nodes: int = 16, heads: int = 16) ->
 
 def _show(found: dict[str, Any]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     gpu, versions = found["gpu"], found["versions"]
@@ -183,5 +184,5 @@ def _show(found: dict[str, Any]) -> None:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, text in rows:
-        table.add_row(name, text.replace("[", r"\["))
+        table.add_row(name, escape(text))
     Console().print(table, highlight=False)

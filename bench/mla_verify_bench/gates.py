@@ -29,6 +29,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from rich.console import Console
+from rich.markup import escape
 
 from . import records
 from .records import CommandRun, GateResult, Ratio, Record, Samples
@@ -476,7 +477,7 @@ class Runner:
         self._say(f"[{colour}]{result.status}[/] {gate.id}{figure}  [dim]{result.seconds:.1f} s[/]{why}")
         if result.status == "FAIL" and not self.console.is_terminal and _line(result.reason).endswith("…"):
             # a log of CI is all that is left of a machine: the whole of what the line above had no room for
-            self._say(textwrap.indent(result.reason, "  | ").replace("[", r"\["))
+            self._say(escape(textwrap.indent(result.reason, "  | ")))
 
     def _secrets(self) -> list[tuple[str, str]]:
         """Paths of this machine that have no place in a record."""
@@ -591,7 +592,7 @@ class Runner:
             yield lambda text: None
             return
         with self.console.status("") as status:
-            yield lambda text: status.update(text.replace("[", r"\["))
+            yield lambda text: status.update(escape(text))
 
     def _say(self, text: str) -> None:
         self.console.print(text, highlight=False, soft_wrap=True)
@@ -701,7 +702,7 @@ def _finite_metrics(told: Any) -> dict[str, float]:
 
 def _line(text: str, width: int = 200) -> str:
     line = " ".join(text.split())
-    return (line if len(line) <= width else line[: width - 1] + "…").replace("[", r"\[")
+    return escape(line if len(line) <= width else line[: width - 1] + "…")
 
 
 def _clock(seconds: float) -> str:
