@@ -14,9 +14,8 @@
 //   scores are read. Everything else is free.
 //   R = 64: warps 0 to 3 and 4 to 7, one of each on every scheduler, are two halves of 32 rows that share the ring alone.
 //   Each meets its own at named barriers, so that one multiplies while the other waits; an mbarrier says when both have left
-//   a stage. A warp of a half is a group of S and owns 128 columns of O. A block takes several pieces of the same rows, one
-//   after the other, where there are more than multiprocessors: Q and the ring are filled once. The next tile's addresses are
-//   worked out between the products of Q K^T, the softmax between those of P V.
+//   a stage. A warp of a half is a group of S and owns 128 columns of O. A block takes several pieces of the same rows, one after the other,
+//   where there are more than multiprocessors: Q and the ring are filled once.
 //   K rows are 1,152 B (576 B of e4m3) from any slot, a bulk copy each; a row's stride in shared memory is 16 B more, which
 //   keeps ldmatrix free of bank conflicts.
 // e4m3 K/V become fp16 in registers, exactly, and so does P; Q becomes fp16 times a power of two of its row and column
@@ -109,16 +108,10 @@ __device__ __forceinline__ void barrier_wait(u64* b, u32 phase) {
                ::"r"(shared_address(b)), "r"(phase) : "memory");
 }
 // A warp brings the same arguments and one of its lanes copies. The compiler then knows that the operands, which the
-// instruction takes from uniform registers, are one warp's: otherwise it walks over the lanes. To shared::cluster, which
-// older ones know alone, ptxas for sm_120 and 121 asks before each copy whose block the address is, and may call a function.
-#if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1208
-#define OWN_SHARED "shared::cta"
-#else
-#define OWN_SHARED "shared::cluster"
-#endif
+// instruction takes from uniform registers, are one warp's: otherwise it walks over the lanes.
 __device__ __forceinline__ void copy_bulk(void* to, const void* from, u32 bytes, u64* b) {
   asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\n"
-               "@p cp.async.bulk." OWN_SHARED ".global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n}"
+               "@p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n}"
                ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)) : "memory");
 }
 #endif
@@ -199,26 +192,6 @@ __device__ __forceinline__ int opaque(int x) {
   return x;
 }
 
-// x once ``product`` is there; ``zero`` is 0, which the compiler does not know. ptxas puts what takes long first and products
-// that nobody waits for last; this keeps some of them side by side.
-__device__ __forceinline__ int after(float product, int x, int zero) {
-#if KV_E4M3 && __CUDA_ARCH__ >= 1200
-  return x;  // one register too many there
-#else
-  return x | (__float_as_int(product) & zero);
-#endif
-}
-__device__ __forceinline__ float after(float product, float x, int zero) {
-  return __int_as_float(after(product, __float_as_int(x), zero));
-}
-
-// The same number, which the compiler then keeps, where it would work out anew in each turn what takes a few instructions.
-// e4m3 has no register for it.
-__device__ __forceinline__ int pinned(int x) { return sizeof(KV) == 1 ? x : __shfl_sync(~0u, x, threadIdx.x & 31); }
-
-// A lane's number for all lanes of its warp. The compiler then knows that they have it alike.
-__device__ __forceinline__ int same(int x, int lane) { return __shfl_sync(~0u, x, lane); }
-
 // Where the 4 tokens of chunk c of a row lie: stores of 8 rows x 2 tokens a thread then hit every bank once.
 __device__ __forceinline__ int chunk(int row, int c) { return (c ^ (row & 2)) * 4; }
 
@@ -233,12 +206,10 @@ __device__ __forceinline__ int piece_tokens(int prefix, int max_splits, int min_
 struct Pair {
   int a, b;
 };
-__device__ __forceinline__ int slot_of(const Index* own, int token, int last) {
-  constexpr int WORDS = sizeof(Index) / 4;  // a pool has fewer than 2^31 slots: the low half says it all
-  return reinterpret_cast<const int*>(own)[min(token, last) * WORDS];
-}
 __device__ __forceinline__ Pair slots_of(const Index* own, int token, int last) {
-  return {slot_of(own, token, last), slot_of(own, token + 1, last)};
+  constexpr int WORDS = sizeof(Index) / 4;  // a pool has fewer than 2^31 slots: the low half says it all
+  const int* low = reinterpret_cast<const int*>(own);
+  return {low[min(token, last) * WORDS], low[min(token + 1, last) * WORDS]};
 }
 // By cp.async.
 __device__ __forceinline__ void load_tile(KV (*tile)[K_STRIDE], const KV* kv, Pair slots, int warp, int lane) {
@@ -250,13 +221,10 @@ __device__ __forceinline__ void load_tile(KV (*tile)[K_STRIDE], const KV* kv, Pa
 }
 #if BULK
 // By one bulk copy a row.
-__device__ __forceinline__ void load_tile_bulk(KV (*tile)[K_STRIDE], u64* full, const KV* a, const KV* b, int warp, int lane) {
-  if (warp == 0 && lane == 0) barrier_expect(full, KEYS * DIM * (u32)sizeof(KV));
-  copy_bulk(tile[warp * 2], a, DIM * sizeof(KV), full);
-  copy_bulk(tile[warp * 2 + 1], b, DIM * sizeof(KV), full);
-}
 __device__ __forceinline__ void load_tile_bulk(KV (*tile)[K_STRIDE], u64* full, const KV* kv, Pair slots, int warp, int lane) {
-  load_tile_bulk(tile, full, kv + (i64)slots.a * DIM, kv + (i64)slots.b * DIM, warp, lane);
+  if (warp == 0 && lane == 0) barrier_expect(full, KEYS * DIM * (u32)sizeof(KV));
+  copy_bulk(tile[warp * 2], kv + (i64)slots.a * DIM, DIM * sizeof(KV), full);
+  copy_bulk(tile[warp * 2 + 1], kv + (i64)slots.b * DIM, DIM * sizeof(KV), full);
 }
 #endif
 
@@ -321,18 +289,12 @@ __device__ __forceinline__ void store_scores(Shared<ROWS>& sh, const Sums<ROWS>&
       *reinterpret_cast<float2*>(to + 8 * KEYS) = make_float2(sums.s[m][n][2], sums.s[m][n][3]);
     }
 }
-// ``beside`` is called after each third of the products with one that is done. What it returns is 0, and the next products
-// wait until it is known: see after().
-template <int ROWS, typename Beside>
-__device__ __forceinline__ void scores(Shared<ROWS>& sh, const KV* from, const u32 (&q)[Part<ROWS>::M][GROUP_STEPS][4], int warp, int lane, Beside beside) {
+template <int ROWS>
+__device__ __forceinline__ void scores(Shared<ROWS>& sh, const KV* from, const u32 (&q)[Part<ROWS>::M][GROUP_STEPS][4], int warp, int lane) {
   Keys<ROWS> keys;
   Sums<ROWS> sums = {};
   ldmatrix(keys.b[0], from);
-#pragma unroll
-  for (int third = 0; third < 3; ++third) {
-    score_steps<ROWS>(sums, keys, from, q, Keys<ROWS>::LOADS * third / 3, Keys<ROWS>::LOADS * (third + 1) / 3, lane);
-    from += beside(third, sums.s[0][0][0]);
-  }
+  score_steps<ROWS>(sums, keys, from, q, 0, Keys<ROWS>::LOADS, lane);
   store_scores<ROWS>(sh, sums, warp, lane);
 }
 
@@ -385,9 +347,9 @@ struct Values {
   u32 p[Part<ROWS>::M][4], v[2][4];
 };
 template <int ROWS>
-__device__ __forceinline__ void first_values(Values<ROWS>& f, const T* p, const KV* from) {
+__device__ __forceinline__ void first_values(Values<ROWS>& f, const T (*p)[P_STRIDE], const KV* from, int lane) {
 #pragma unroll
-  for (int m = 0; m < Part<ROWS>::M; ++m) ldmatrix(f.p[m], p + m * 16 * P_STRIDE);
+  for (int m = 0; m < Part<ROWS>::M; ++m) ldmatrix(f.p[m], &p[m * 16 + (lane & 15)][(lane >> 4) * 8]);
   ldmatrix_trans(f.v[0], from);
 }
 template <int ROWS>
@@ -433,7 +395,7 @@ __device__ __forceinline__ void accumulate(Values<ROWS>& f, Output<ROWS>& out, c
 template <int ROWS>
 __device__ __forceinline__ void last_values(Output<ROWS>& acc, const T (*p)[P_STRIDE], const float* row, const KV* v, bool rescale, int lane) {
   Values<ROWS> values;
-  first_values<ROWS>(values, &p[lane & 15][(lane >> 4) * 8], v);
+  first_values<ROWS>(values, p, v, lane);
   if (rescale) shrink_all<ROWS>(row, acc, lane);
 #pragma unroll
   for (int quarter = 0; quarter < Part<ROWS>::QUARTERS; ++quarter) accumulate<ROWS>(values, acc, v, quarter);
@@ -525,7 +487,7 @@ __device__ __forceinline__ void tree_piece(
     wait_all_but<1>();
     __syncthreads();
     const KV* from = &sh.k[at / KEYS & 1][0][0] + keys_offset<16>(warp, lane);
-    scores<16>(sh, from, qf, warp, lane, [](int, float) { return 0; });
+    scores<16>(sh, from, qf, warp, lane);
     __syncthreads();
     load(at + 2 * KEYS);
     if (has_row) {
@@ -654,14 +616,7 @@ __device__ __forceinline__ void one_piece(
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < AHEAD; ++i) load(i, i, slots[i]);
-#if BULK
-  // Of the next turn's tile this warp's rows, and of the turn's after that a slot: one of two in turn.
-  int slot = slot_of(own, AHEAD * KEYS + warp * 2 + (lane & 1), tokens - 1);
-  const KV *a = kv + (i64)same(slot, 0) * DIM, *b = kv + (i64)same(slot, 1) * DIM;
-  slot = slot_of(own, (AHEAD + 1) * KEYS + warp * 2 + (lane & 1), tokens - 1);
-#else
   Pair next = slots_of(own, AHEAD * KEYS + warp * 2, tokens - 1);
-#endif
   u32 qf[Part<ROWS>::M][GROUP_STEPS][4];
   load_q<ROWS>(sh, qf, q, rows, warp, lane);
 
@@ -681,7 +636,7 @@ __device__ __forceinline__ void one_piece(
   wait_all_but<AHEAD - 1>();
 #endif
   __syncthreads();
-  scores<ROWS>(sh, &sh.k[0][0][0] + k_offset, qf, warp, lane, [](int, float) { return 0; });
+  scores<ROWS>(sh, &sh.k[0][0][0] + k_offset, qf, warp, lane);
   int v_stage = 0, k_stage = 1;  // of tile i - 1 (of tile 0 while there is none) and of tile i + 1
   u32 k_phase = 0;
   for (int i = 0; i * KEYS < tokens; ++i) {
@@ -699,14 +654,10 @@ __device__ __forceinline__ void one_piece(
     Values<ROWS> values;
     float higher, shrink;
     T packed[N];
-    const int to = k_stage + AHEAD - 1 < STAGES ? k_stage + AHEAD - 1 : k_stage + AHEAD - 1 - STAGES;
-#if BULK
-    if ((i + AHEAD) * KEYS < tokens) load_tile_bulk(sh.k[to], &sh.full[to], a, b, warp, lane);
-#else
-    load(i + AHEAD, to, next);
+    const int stage = k_stage + AHEAD - 1;
+    load(i + AHEAD, stage < STAGES ? stage : stage - STAGES, next);
     next = slots_of(own, (i + AHEAD + 1) * KEYS + warp * 2, tokens - 1);
-#endif
-    first_values<ROWS>(values, &sh.p[(i - 1) & 1][lane & 15][(lane >> 4) * 8], v);
+    first_values<ROWS>(values, sh.p[(i - 1) & 1], v, lane);
     if (rescale) shrink_all<ROWS>(sh.row[(i - 1) & 1], acc, lane);
 #if BULK
     if ((i + 1) * KEYS < tokens) barrier_wait(&sh.full[k_stage], k_phase);
@@ -727,10 +678,6 @@ __device__ __forceinline__ void one_piece(
         for (int j = 0; j < N; ++j) x[j] = left > j ? x[j] : NEG_INF;
         higher = fmaxf(x[0], x[1]);
         higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, 1));
-#if BULK
-        a = kv + (i64)same(slot, 0) * DIM;
-        b = kv + (i64)same(slot, 1) * DIM;
-#endif
       } else if (quarter == 1) {
 #pragma unroll
         for (int d = 2; d < EACH; d <<= 1) higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, d));
@@ -742,9 +689,6 @@ __device__ __forceinline__ void one_piece(
         total = total * shrink + (a + b);
         narrow(packed[0], a);
         narrow(packed[1], b);
-#if BULK
-        slot = slot_of(own, (i + AHEAD + 2) * KEYS + warp * 2 + (lane & 1), tokens - 1);
-#endif
       } else {
         if (has_row) {
           *reinterpret_cast<u32*>(&sh.p[i & 1][my_row][sub * N]) = *reinterpret_cast<u32*>(packed);
@@ -785,7 +729,7 @@ __device__ __forceinline__ void many_pieces(
     Shared<64>& sh, const Q* q, const KV* kv, const Index* own, int prefix, int each, int place, int places, int rows,
     float score_scale, float* part_out, float* part_lse, i64 step, int tid, int warp, int lane) {
   constexpr int STAGES = Shared<64>::STAGES, AHEAD = Shared<64>::AHEAD;
-  const int half = warp >> 2, skip = (places - 1) * each, zero = each >> 31;
+  const int half = warp >> 2, skip = (places - 1) * each;
 #if BULK
   auto sync = [&] { meet(1 + half); };
   auto sync_or = [&](bool vote) { return meet_or(1 + half, vote); };
@@ -819,24 +763,15 @@ __device__ __forceinline__ void many_pieces(
 #endif
     loads.next(each, skip, prefix);
   }
-#if BULK
-  int slot = slot_of(own, loads.at + warp * 2 + (lane & 1), prefix - 1);  // of the next rows to bring: one of two in turn
-#else
   Pair slots = slots_of(own, loads.at + warp * 2, prefix - 1);
-#endif
   u32 qf[2][GROUP_STEPS][4];
   load_q<64>(sh, qf, q, rows, warp, lane);
 
   const int my_row = tid >> 2, sub = tid & 3;
   float* total = sh.total[tid];
   const int k_offset = keys_offset<64>(warp, lane);
-  const int v_offset = pinned((lane & 15) * K_STRIDE + group_of<64>(warp) * 128 + (lane >> 4) * CHUNK);
-  const int p_offset = pinned((half * 32 + (lane & 15)) * P_STRIDE + (lane >> 4) * 8);
+  const int v_offset = (lane & 15) * K_STRIDE + group_of<64>(warp) * 128 + (lane >> 4) * CHUNK;
   int stage = 0;  // of the next tile whose scores are due
-#if BULK
-  bool more;  // a tile to bring in this turn, and this warp's rows of it
-  const KV *a, *b;
-#endif
   u32 phase = 0;
   for (int from = place * each; from < prefix; from += places * each) {
     const int tokens = min(each, prefix - from);
@@ -849,21 +784,7 @@ __device__ __forceinline__ void many_pieces(
 #if BULK
       barrier_wait(&sh.full[stage], phase);
 #endif
-      scores<64>(sh, &sh.k[stage][0][0] + k_offset, qf, warp, sizeof(KV) == 1 ? opaque(lane) : lane, [&](int third, float done) {
-#if BULK
-        // What the next turn's copies need, here, where products wait for each other and leave gaps.
-        if (third == 0) {
-          more = loads.at < prefix;
-          slot = after(done, slot, zero);
-          a = kv + (i64)same(slot, 0) * DIM;
-          b = kv + (i64)same(slot, 1) * DIM;
-          loads.next(each, skip, prefix);
-          return (int)((u32)(u64)a ^ (u32)(u64)b) & zero;
-        }
-        if (third == 1) slot = slot_of(sh.own, after(done, loads.at + opaque(warp) * 2 + (lane & 1), zero), prefix - 1);
-#endif
-        return 0;
-      });
+      scores<64>(sh, &sh.k[stage][0][0] + k_offset, qf, warp, sizeof(KV) == 1 ? opaque(lane) : lane);
       phase ^= stage + 1 == STAGES;
       stage = stage + 1 < STAGES ? stage + 1 : 0;
     };
@@ -881,42 +802,36 @@ __device__ __forceinline__ void many_pieces(
       float x[4];
       whole_scores<64>(x, sh, my_row, sub, score_scale);
       sync();
-#if BULK
-      if (more) {
-        // Until both halves have left what lay there. At first this asks for the phase before a new barrier's: nobody waits.
-        const int to = stage + AHEAD - 1 < STAGES ? stage + AHEAD - 1 : stage + AHEAD - 1 - STAGES;
-        barrier_wait(&sh.empty[to], phase ^ (to < stage) ^ 1);
-        load_tile_bulk(sh.k[to], &sh.full[to], a, b, warp, lane);
-      }
-#else
       if (loads.at < prefix) {
-        load(stage + AHEAD - 1 < STAGES ? stage + AHEAD - 1 : stage + AHEAD - 1 - STAGES, slots);
+        const int to = stage + AHEAD - 1 < STAGES ? stage + AHEAD - 1 : stage + AHEAD - 1 - STAGES;
+#if BULK
+        // Until both halves have left what lay there. At first this asks for the phase before a new barrier's: nobody waits.
+        barrier_wait(&sh.empty[to], phase ^ (to < stage) ^ 1);
+#endif
+        load(to, slots);
         loads.next(each, skip, prefix);
         slots = slots_of(sh.own, loads.at + opaque(warp) * 2, prefix - 1);
       }
+#if !BULK
       commit();
 #endif
       const KV* v = &sh.k[v_stage][0][0] + v_offset;
       Values<64> values;
-      first_values<64>(values, &sh.p[(i - 1) & 1][0][0] + p_offset, v);
+      first_values<64>(values, sh.p[(i - 1) & 1] + half * 32, v, lane);
       if (rescale) shrink_all<64>(sh.row[(i - 1) & 1] + half * 32, acc, lane);
       float higher, shrink;
       T packed[4];
 #pragma unroll
       for (int quarter = 0; quarter < Part<64>::QUARTERS; ++quarter) {
         accumulate<64>(values, acc, v, quarter);
-        const float done = acc.o[0][quarter * 2][0];
         if (quarter == 0) {
           const int left = tokens - i * KEYS - sub * 4;
 #pragma unroll
           for (int j = 0; j < 4; ++j) x[j] = left > j ? x[j] : NEG_INF;
           higher = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
           higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, 1));
-          higher = after(done, higher, zero);
-        } else if (quarter == 1) {
-          higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, 2));
-          higher = after(done, higher, zero);
         } else if (quarter == 2) {
+          higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, 2));
           const float base = new_base(top, higher);
           shrink = exp2_fast(top - base);
           top = base;
@@ -993,9 +908,8 @@ __device__ __forceinline__ void partial(
                     part_out + (part + place + 1) * LATENT, part_lse + part + place + 1, step, tid, warp, lane);
 }
 
-// grid (row blocks, ROWS / 16 + splits, requests); of 64 rows as few as one block for all splits. part_out [requests,
-// max_rows, splits + 1, 512] takes normalised float32, part_lse [requests, max_rows, splits + 1] its log2-sum-exp2; index 0
-// is the tree.
+// grid (row blocks, ROWS / 16 + splits, requests); of 64 rows as few as one block for all splits. part_out [requests, max_rows, splits + 1, 512] takes normalised float32,
+// part_lse [requests, max_rows, splits + 1] its log2-sum-exp2; index 0 is the tree.
 #define PARTIAL(ROWS)                                                                                                     \
   extern "C" __global__ void __launch_bounds__(THREADS, 1) partial_##ROWS(                                                \
       const Q* __restrict__ q, const KV* __restrict__ kv, const Index* __restrict__ indices,                             \

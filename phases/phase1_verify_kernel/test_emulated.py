@@ -78,12 +78,8 @@ FAULTS = {
     ),
     "a tile loaded over one that is still read": ("AHEAD = STAGES - 2;", "AHEAD = STAGES - (ROWS == 64 ? 2 : 1);"),
     "tokens past the end not masked": ("left = tokens - i * KEYS - sub * N;", "left = N;"),
-    "a row of K/V too far": ("kv + (i64)slots.b * DIM, warp", "kv + (i64)(slots.b + 1) * DIM, warp"),
-    "the next tile's row of K/V too far": (
-        "*b = kv + (i64)same(slot, 1) * DIM;",
-        "*b = kv + (i64)(same(slot, 1) + 1) * DIM;",
-    ),
-    "slots read past the end": ("[min(token, last) * WORDS]", "[token * WORDS]"),
+    "a row of K/V too far": ("kv + (i64)slots.b * DIM, DIM", "kv + (i64)(slots.b + 1) * DIM, DIM"),
+    "slots read past the end": ("low[min(token + 1, last) * WORDS]", "low[(token + 1) * WORDS]"),
     "a base that moves without rescaling": ("\n        shrink = exp2_fast(top - base);", "\n        shrink = 1.f;"),
     "a piece left out of the merge": (
         "const int count = min((prefix + each - 1) / each, splits) + 1;",
@@ -110,10 +106,6 @@ FAULTS_64 = {
     "64 rows: a stage filled that the other half still reads": (
         "barrier_wait(&sh.empty[to], phase ^ (to < stage) ^ 1);",
         "",
-    ),
-    "64 rows: a row of K/V too far": (
-        "same(slot, 1) * DIM;\n          loads",
-        "(same(slot, 1) + 1) * DIM;\n          loads",
     ),
     "64 rows: norms read before they are there": ("    sync();\n    store_output<64>", "    store_output<64>"),
     "64 rows: tokens past the end not masked": (
