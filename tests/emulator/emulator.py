@@ -39,7 +39,7 @@ def compiler() -> str | None:
 def program(variant: cuda_kernels.Variant, bulk: bool, source: str = "") -> Path:
     """The emulator for one set of macros; ``source`` is the text of verify.cu unless a test has changed it.
 
-    The sanitizer of undefined behaviour takes more than half of the compiler's time: it watches verify.cu as it is alone.
+    The sanitizer of undefined behaviour takes more than half of the compiler's time: only verify.cu as it is has it.
     """
     folder = Path(tempfile.mkdtemp(prefix="mla-verify-emulator-"))
     kernels, target = folder / "verify.cu", folder / "emulator"
