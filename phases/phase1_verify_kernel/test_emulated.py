@@ -42,24 +42,22 @@ def built(case: Case, build: tuple[torch.dtype, torch.dtype, bool, bool]) -> Pro
 @pytest.mark.parametrize("number", range(len(BUILDS)))
 def test_emulated_matches_oracle(number, gate_metrics):
     """Edges on every build, and random cases."""
-    wanted = [(case, 0) for case in [*EDGES, *ROW_BLOCKS]]
-    if number:
-        wanted = [(case, 1) for case in [EDGES[2], EDGES[3], *ROW_BLOCKS]]
+    build = BUILDS[number]
+    edges = EDGES if number == 0 else EDGES[2:4]
+    wanted = [(case, int(number > 0)) for case in [*edges, *ROW_BLOCKS]]
     for seed in range(number, 10, len(BUILDS)):
         wanted.append((random_case(seed, BF16, BF16, longest=200, rows=100), seed))
     for case, seed in wanted:
-        problem = built(case, BUILDS[number])
-        c = compare(problem, *emulator.run(problem, bulk=BUILDS[number][3], seed=seed))
-        assert not c.problem, f"{case}, {BUILDS[number]}: {c.problem}"
+        problem = built(case, build)
+        c = compare(problem, *emulator.run(problem, bulk=build[3], seed=seed))
+        assert not c.problem, f"{case}, {build}: {c.problem}"
     gate_metrics["cases"] = len(wanted)
 
 
-@pytest.mark.parametrize("number", range(len(BUILDS)))
-def test_emulated_bits_independent(number, gate_metrics):
+@pytest.mark.parametrize("case, build", zip([*BITS, Case((70,), (9,), heads=7), BITS[1]], BUILDS, strict=True))
+def test_emulated_bits_independent(case, build, gate_metrics):
     """A row's bits depend on the row alone: also whether 16, 32 or 64 rows share its block."""
-    case = [*BITS, Case((70,), (9,), heads=7), BITS[1]][number]
-    bulk = BUILDS[number][3]
-    gate_metrics["comparisons"] = bits_hold(built(case, BUILDS[number]), lambda p: emulator.run(p, bulk=bulk))
+    gate_metrics["comparisons"] = bits_hold(built(case, build), lambda p: emulator.run(p, bulk=build[3]))
 
 
 # What breaks when a line of verify.cu goes missing: each must turn the comparison, or the emulator, red.
