@@ -169,13 +169,17 @@ def places(splits: int, others: int, rule: SplitRule) -> int:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch. ``args`` in the kernel's order: tensors, and numpy's int32 and float32."""
+    """One kernel launch. ``args`` in the kernel's order: tensors, and numpy's int32 and float32.
+
+    ``early``: its blocks may start while the last ones of the launch before still run, and wait for what those write.
+    """
 
     kernel: str
     grid: tuple[int, int, int]
     threads: int
     shared_bytes: int
     args: tuple[Tensor | np.int32 | np.float32, ...]
+    early: bool = False
 
 
 def plan(
@@ -188,6 +192,8 @@ def plan(
     if rows == 0:
         return out, lse, []
     q = q.contiguous()
+    if q.data_ptr() % 16:  # read 16 B at a time
+        q = q.clone()
     variant = Variant(q.dtype, kv.dtype, slots.indices.dtype)
     block_rows = next((b for b in BLOCK_ROWS if tree.max_nodes * heads <= b), BLOCK_ROWS[-1])
     splits = min(rule.max_splits, -(-slots.max_len // rule.min_split))
@@ -217,7 +223,7 @@ def plan(
                 i(heads), i(max_rows), i(splits), i(rule.max_splits), i(rule.min_split),
             )  # fmt: skip
             merged = min(count * block_rows, tree.max_nodes * heads - b * block_rows)
-            launches.append(Launch("merge", (merged, requests, MERGE_SLICES), 256, 0, merge))
+            launches.append(Launch("merge", (merged, requests, MERGE_SLICES), 256, 0, merge, early=True))
     return out, lse, launches
 
 
@@ -225,14 +231,23 @@ def verify(q: Tensor, kv: Tensor, slots: Slots, tree: Tree, sm_scale: float, kv_
     from cuda.core import LaunchConfig, launch
 
     device = q.get_device()
-    if why := unsupported(q.dtype, kv.dtype, torch.cuda.get_device_capability(device)):
+    capability = torch.cuda.get_device_capability(device)
+    if why := unsupported(q.dtype, kv.dtype, capability):
         raise ValueError(f"impl 'cuda': {why}; or use impl='triton'")
+    if kv.data_ptr() % 16:
+        raise ValueError(
+            f"impl 'cuda': kv begins {kv.data_ptr() % 16} B behind a multiple of 16; pass a pool that owns its memory, "
+            "or use impl='triton'"
+        )
     out, lse, launches = plan(q, kv, slots, tree, sm_scale, kv_scale, split_rule(device))
     if launches:
         kernels = _kernels(device, Variant(q.dtype, kv.dtype, slots.indices.dtype))
         stream = _stream(device, torch.cuda.current_stream(device).cuda_stream)
     for one in launches:
         args = [a.data_ptr() if isinstance(a, Tensor) else a for a in one.args]
-        shape = LaunchConfig(grid=one.grid, block=one.threads, shmem_size=one.shared_bytes)
+        shape = LaunchConfig(
+            grid=one.grid, block=one.threads, shmem_size=one.shared_bytes,
+            programmatic_stream_serialization=one.early and capability >= (9, 0),
+        )  # fmt: skip
         launch(stream, shape, kernels[one.kernel], *args)
     return out, lse

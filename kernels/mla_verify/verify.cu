@@ -82,6 +82,18 @@ __device__ __forceinline__ void copy16(void* to, const void* from) {
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int NEWEST>
 __device__ __forceinline__ void wait_all_but() { asm volatile("cp.async.wait_group %0;" ::"n"(NEWEST) : "memory"); }
+// Once every block of this launch has said so or ended, blocks of the next may start, which then wait for all that this one
+// wrote. Said late: those that wait hold places that blocks of this launch could have.
+__device__ __forceinline__ void next_may_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_launch_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 #if BULK
 __device__ __forceinline__ void barrier_init(u64* b, u32 arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
@@ -108,10 +120,16 @@ __device__ __forceinline__ void barrier_wait(u64* b, u32 phase) {
                ::"r"(shared_address(b)), "r"(phase) : "memory");
 }
 // A warp brings the same arguments and one of its lanes copies. The compiler then knows that the operands, which the
-// instruction takes from uniform registers, are one warp's: otherwise it walks over the lanes.
+// instruction takes from uniform registers, are one warp's: otherwise it walks over the lanes. To shared::cluster, which
+// CUDA before 12.8 knows alone, ptxas for sm_100 to 121 asks before each copy whose block the address is, and may call a function.
+#if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1208
+#define OWN_SHARED "shared::cta"
+#else
+#define OWN_SHARED "shared::cluster"
+#endif
 __device__ __forceinline__ void copy_bulk(void* to, const void* from, u32 bytes, u64* b) {
   asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\n"
-               "@p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n}"
+               "@p cp.async.bulk." OWN_SHARED ".global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n}"
                ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)) : "memory");
 }
 #endif
@@ -401,28 +419,68 @@ __device__ __forceinline__ void last_values(Output<ROWS>& acc, const T (*p)[P_ST
   for (int quarter = 0; quarter < Part<ROWS>::QUARTERS; ++quarter) accumulate<ROWS>(values, acc, v, quarter);
 }
 
-// This warp's rows and columns of Q as MMA fragments. e4m3 K comes with four neighbouring columns in a register, so there
-// the columns of a k-step are dealt out to the threads in that order.
+// This warp's rows and columns of Q as MMA fragments, in two steps: the loads, 16 B a thread where that can be, and what is
+// made of them once they are there. Four threads of a row bring four chunks of 8 columns, of which each then takes two
+// columns. e4m3 K comes with four neighbouring columns in a register, so there the columns of a k-step are dealt out in
+// that order.
 template <int ROWS>
-__device__ __forceinline__ void load_q(Shared<ROWS>& sh, u32 (&f)[Part<ROWS>::M][GROUP_STEPS][4], const Q* q, int rows, int warp, int lane) {
-  constexpr bool NARROW = sizeof(KV) == 1;
+struct Loads {
+  u32 x[Part<ROWS>::M][2][GROUP_STEPS * 2];
+};
+template <int ROWS>
+__device__ __forceinline__ void fetch_q(Loads<ROWS>& f, const Q* q, int rows, int warp, int lane) {
 #pragma unroll
   for (int m = 0; m < Part<ROWS>::M; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int r = rows_from<ROWS>(warp) + m * 16 + half * 8 + (lane >> 2);
-      const Q* from = q + (i64)r * DIM + group_of<ROWS>(warp) * GROUP_COLUMNS + (lane & 3) * (NARROW ? 4 : 2);
+      const Q* from = q + (i64)r * DIM + group_of<ROWS>(warp) * GROUP_COLUMNS;
+      u32(&x)[GROUP_STEPS * 2] = f.x[m][half];
+#if KV_E4M3
 #pragma unroll
-      for (int step = 0; step < GROUP_STEPS; ++step) {
-        f[m][step][half] = r < rows ? *reinterpret_cast<const u32*>(from + step * 16) : 0u;
-        f[m][step][half + 2] = r < rows ? *reinterpret_cast<const u32*>(from + step * 16 + (NARROW ? 2 : 8)) : 0u;
+      for (int c = 0; c < GROUP_STEPS * 2; c += 2) {
+        const uint2 y = r < rows ? *reinterpret_cast<const uint2*>(from + c * 8 + (lane & 3) * 4) : uint2{0u, 0u};
+        x[c] = y.x, x[c + 1] = y.y;
       }
+#else
+      constexpr int WHOLE = GROUP_STEPS * 2 / 4 * 4;  // chunks that four threads take together
+#pragma unroll
+      for (int c = 0; c < WHOLE; c += 4) {
+        const uint4 y = r < rows ? *reinterpret_cast<const uint4*>(from + (c + (lane & 3)) * 8) : uint4{0u, 0u, 0u, 0u};
+        x[c] = y.x, x[c + 1] = y.y, x[c + 2] = y.z, x[c + 3] = y.w;
+      }
+#pragma unroll
+      for (int c = WHOLE; c < GROUP_STEPS * 2; ++c)
+        x[c] = r < rows ? *reinterpret_cast<const u32*>(from + c * 8 + (lane & 3) * 2) : 0u;
+#endif
+    }
+}
+// Four threads hold four numbers each: thread t gets the t-th of each.
+__device__ __forceinline__ void transpose(u32* x, int lane) {
+#pragma unroll
+  for (int d = 1; d < 4; d <<= 1) {
+    const bool upper = lane & d;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & d) continue;
+      const u32 got = __shfl_xor_sync(~0u, upper ? x[i] : x[i + d], d);
+      (upper ? x[i] : x[i + d]) = got;
+    }
+  }
+}
+template <int ROWS>
+__device__ __forceinline__ void place_q(Shared<ROWS>& sh, u32 (&f)[Part<ROWS>::M][GROUP_STEPS][4], Loads<ROWS>& loads, int warp, int lane) {
+#pragma unroll
+  for (int m = 0; m < Part<ROWS>::M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      u32(&x)[GROUP_STEPS * 2] = loads.x[m][half];
 #if KV_E4M3
       float most = 0.f;
 #pragma unroll
       for (int i = 0; i < GROUP_STEPS * 2; ++i) {
-        const float2 x = pair(f[m][i / 2][half + i % 2 * 2]);
-        most = fmaxf(most, fmaxf(fabsf(x.x), fabsf(x.y)));
+        const float2 y = pair(x[i]);
+        most = fmaxf(most, fmaxf(fabsf(y.x), fabsf(y.y)));
       }
       most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
       most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
@@ -431,15 +489,20 @@ __device__ __forceinline__ void load_q(Shared<ROWS>& sh, u32 (&f)[Part<ROWS>::M]
       const float times = __int_as_float((254 - power) << 23);
 #pragma unroll
       for (int i = 0; i < GROUP_STEPS * 2; ++i) {
-        u32& y = f[m][i / 2][half + i % 2 * 2];
-        const float2 x = pair(y);
+        const float2 y = pair(x[i]);
         T both[2];
-        narrow(both[0], x.x * times);
-        narrow(both[1], x.y * times);
-        y = *reinterpret_cast<u32*>(both);
+        narrow(both[0], y.x * times);
+        narrow(both[1], y.y * times);
+        x[i] = *reinterpret_cast<u32*>(both);
       }
+      const int r = rows_from<ROWS>(warp) + m * 16 + half * 8 + (lane >> 2);
       if ((lane & 3) == 0 && tokens_from<ROWS>(warp) == 0) sh.q_scale[group_of<ROWS>(warp)][r] = __int_as_float(power << 23);
+#else
+#pragma unroll
+      for (int c = 0; c + 4 <= GROUP_STEPS * 2; c += 4) transpose(&x[c], lane);
 #endif
+#pragma unroll
+      for (int i = 0; i < GROUP_STEPS * 2; ++i) f[m][i / 2][half + i % 2 * 2] = x[i];
     }
 }
 
@@ -458,25 +521,31 @@ __device__ __forceinline__ void tree_piece(
   const u32* mine = words + (i64)(my_row < rows ? (first_row + my_row) / heads : 0) * width;
   if (rows > 16) rows = 16;
   int end = nodes;  // behind it nobody sees anything
-  auto load = [&](int at) {
-    if (at < end) load_tile(sh.k[at / KEYS & 1], kv, slots_of(own, at + warp * 2, nodes - 1), warp, lane);
+  auto slots_at = [&](int at) { return slots_of(own, at + warp * 2, nodes - 1); };
+  auto load = [&](int at, Pair slots) {
+    if (at < end) load_tile(sh.k[at / KEYS & 1], kv, slots, warp, lane);
     commit();
   };
-  load(0);
-  load(KEYS);
+  // All that a block waits for at its beginning is on its way before it waits for any.
+  const Pair one = slots_at(0), two = slots_at(KEYS);
+  const int first_node = first_row / heads, last_node = (first_row + rows - 1) / heads;
+  const bool is_node = tid < nodes;
+  u32 word = is_node ? words[(i64)first_node * width + (tid >> 5)] : 0u;
+  Loads<16> whole;
+  fetch_q<16>(whole, q, rows, warp, lane);
+  load(0, one);
+  load(KEYS, two);
   if (tid < MAX_NODES) {
     u32 all = 0;
-    if (tid < nodes) {
-      int node = first_row / heads, head = first_row % heads;
-      for (int r = 0; r < rows; ++r) {
-        all |= (words[(i64)node * width + (tid >> 5)] >> (tid & 31) & 1u) << r;
-        if (++head == heads) head = 0, ++node;
-      }
+    for (int node = first_node; is_node && node <= last_node; ++node) {
+      const int from = max(node * heads - first_row, 0), to = min((node + 1) * heads - first_row, rows);
+      if (word >> (tid & 31) & 1u) all |= (1u << to) - (1u << from);
+      if (node < last_node) word = words[(i64)(node + 1) * width + (tid >> 5)];
     }
     seen[tid] = all;
   }
   u32 qf[1][GROUP_STEPS][4];
-  load_q<16>(sh, qf, q, rows, warp, lane);
+  place_q<16>(sh, qf, whole, warp, lane);
   __syncthreads();
   for (bool any = false; end > KEYS; end = (end - 1) / KEYS * KEYS) {
     for (int j = (end - 1) / KEYS * KEYS; j < end; ++j) any |= seen[j] != 0;
@@ -489,7 +558,7 @@ __device__ __forceinline__ void tree_piece(
     const KV* from = &sh.k[at / KEYS & 1][0][0] + keys_offset<16>(warp, lane);
     scores<16>(sh, from, qf, warp, lane);
     __syncthreads();
-    load(at + 2 * KEYS);
+    load(at + 2 * KEYS, slots_at(at + 2 * KEYS));
     if (has_row) {
       float x[N];
       whole_scores<16>(x, sh, my_row, sub, score_scale);
@@ -509,8 +578,8 @@ __device__ __forceinline__ void tree_piece(
   wait_all_but<0>();
   __syncthreads();
   if (end > 2 * KEYS) {
-    load(0);
-    load(KEYS);
+    load(0, slots_at(0));
+    load(KEYS, slots_at(KEYS));
   }
   if (has_row) {
     for (int j = sub; j < end; j += Lane<16>::EACH) {
@@ -526,6 +595,7 @@ __device__ __forceinline__ void tree_piece(
       if (my_row < rows) part_lse[my_row * step] = total == 0.f ? NEG_INF : top + log2f(total);
     }
   }
+  next_may_start();
   float acc[16][2] = {};
   for (int at = 0; at < end; at += KEYS) {
     wait_all_but<1>();
@@ -547,7 +617,7 @@ __device__ __forceinline__ void tree_piece(
     }
     if (end > 2 * KEYS) {
       __syncthreads();
-      load(at + 2 * KEYS);
+      load(at + 2 * KEYS, slots_at(at + 2 * KEYS));
     } else {
       commit();
     }
@@ -560,7 +630,7 @@ __device__ __forceinline__ void tree_piece(
     }
 }
 
-// What a warp has of O for one piece, divided by each row's sum, to its place among the partial results.
+// What a warp has of O for one piece, divided by each row's sum, to its place among the partial results, 16 B a thread.
 template <int ROWS>
 __device__ __forceinline__ void store_output(const Output<ROWS>& out, const float* norms, float* to, i64 step, int first, int left, int lane) {
 #pragma unroll
@@ -568,21 +638,25 @@ __device__ __forceinline__ void store_output(const Output<ROWS>& out, const floa
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int r = first + m * 16 + half * 8 + (lane >> 2);
-      if (r < left) {
-        const float norm = norms[r];
-        float* row = to + r * step * LATENT;
-        const auto& o = out.o[m];
-        const int h = half * 2;
+      const float norm = r < left ? norms[r] : 0.f;
+      float* row = to + r * step * LATENT;
+      const auto& o = out.o[m];
+      const int h = half * 2;
 #pragma unroll
-        for (int n = 0; n < Part<ROWS>::COLUMNS / 8; n += 2) {
+      for (int n = 0; n < Part<ROWS>::COLUMNS / 8; n += 2) {
 #if KV_E4M3
-          const float4 y = make_float4(o[n][h] * norm, o[n + 1][h] * norm, o[n][h + 1] * norm, o[n + 1][h + 1] * norm);
-          *reinterpret_cast<float4*>(row + n * 8 + (lane & 3) * 4) = y;
+        const float4 y = make_float4(o[n][h] * norm, o[n + 1][h] * norm, o[n][h + 1] * norm, o[n + 1][h + 1] * norm);
+        float* at = row + n * 8 + (lane & 3) * 4;
 #else
-          *reinterpret_cast<float2*>(row + n * 8 + (lane & 3) * 2) = make_float2(o[n][h] * norm, o[n][h + 1] * norm);
-          *reinterpret_cast<float2*>(row + n * 8 + 8 + (lane & 3) * 2) = make_float2(o[n + 1][h] * norm, o[n + 1][h + 1] * norm);
+        // Two neighbours have two columns each of two chunks of 8: one takes the first chunk's four, the other the second's.
+        const bool odd = lane & 1;
+        const float a = __shfl_xor_sync(~0u, (odd ? o[n][h] : o[n + 1][h]) * norm, 1);
+        const float b = __shfl_xor_sync(~0u, (odd ? o[n][h + 1] : o[n + 1][h + 1]) * norm, 1);
+        const float c = (odd ? o[n + 1][h] : o[n][h]) * norm, d = (odd ? o[n + 1][h + 1] : o[n][h + 1]) * norm;
+        const float4 y = odd ? make_float4(a, b, c, d) : make_float4(c, d, a, b);
+        float* at = row + n * 8 + (odd ? 8 : 0) + (lane & 2) * 2;
 #endif
-        }
+        if (r < left) *reinterpret_cast<float4*>(at) = y;
       }
     }
 }
@@ -613,12 +687,14 @@ __device__ __forceinline__ void one_piece(
   if (tid < STAGES) barrier_init(&sh.full[tid], 1);
   barrier_init_done();
 #endif
+  Loads<ROWS> whole;
+  fetch_q<ROWS>(whole, q, rows, warp, lane);
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < AHEAD; ++i) load(i, i, slots[i]);
   Pair next = slots_of(own, AHEAD * KEYS + warp * 2, tokens - 1);
   u32 qf[Part<ROWS>::M][GROUP_STEPS][4];
-  load_q<ROWS>(sh, qf, q, rows, warp, lane);
+  place_q<ROWS>(sh, qf, whole, warp, lane);
 
   // 16 rows are the work of four warps; the others do it too, and keep it to themselves.
   const int my_row = tid / EACH % ROWS, sub = tid % EACH;
@@ -702,6 +778,7 @@ __device__ __forceinline__ void one_piece(
     k_phase ^= k_stage + 1 == STAGES;
     k_stage = k_stage + 1 < STAGES ? k_stage + 1 : 0;
   }
+  next_may_start();
   const int last = (tokens - 1) / KEYS & 1;
   const bool rescale = __syncthreads_or(shrunk);
   last_values<ROWS>(acc, sh.p[last], sh.row[last], &sh.k[v_stage][0][0] + v_offset, rescale, lane);
@@ -750,14 +827,23 @@ __device__ __forceinline__ void many_pieces(
 #if BULK
   if (tid < STAGES) {
     barrier_init(&sh.full[tid], 1);
-    barrier_init(&sh.empty[tid], THREADS / 32);
+    barrier_init(&sh.empty[tid], THREADS);
   }
   barrier_init_done();
 #endif
+  Pair first[AHEAD];
+  Walk walk = loads;
+#pragma unroll
+  for (int i = 0; i < AHEAD; ++i) {
+    first[i] = slots_of(own, walk.at + warp * 2, prefix - 1);
+    walk.next(each, skip, prefix);
+  }
+  Loads<64> whole;
+  fetch_q<64>(whole, q, rows, warp, lane);
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < AHEAD; ++i) {
-    if (loads.at < prefix) load(i, slots_of(own, loads.at + warp * 2, prefix - 1));
+    if (loads.at < prefix) load(i, first[i]);
 #if !BULK
     commit();
 #endif
@@ -765,7 +851,7 @@ __device__ __forceinline__ void many_pieces(
   }
   Pair slots = slots_of(own, loads.at + warp * 2, prefix - 1);
   u32 qf[2][GROUP_STEPS][4];
-  load_q<64>(sh, qf, q, rows, warp, lane);
+  place_q<64>(sh, qf, whole, warp, lane);
 
   const int my_row = tid >> 2, sub = tid & 3;
   float* total = sh.total[tid];
@@ -811,6 +897,8 @@ __device__ __forceinline__ void many_pieces(
         load(to, slots);
         loads.next(each, skip, prefix);
         slots = slots_of(sh.own, loads.at + opaque(warp) * 2, prefix - 1);
+      } else {
+        next_may_start();
       }
 #if !BULK
       commit();
@@ -850,8 +938,7 @@ __device__ __forceinline__ void many_pieces(
         }
       }
 #if BULK
-      __syncwarp();
-      if (lane == 0 && i > 0) barrier_arrive(&sh.empty[v_stage]);
+      if (i > 0) barrier_arrive(&sh.empty[v_stage]);
 #endif
       if (i > 0) v_stage = v_stage + 1 < STAGES ? v_stage + 1 : 0;
       if ((i + 1) * KEYS < tokens) next_scores();
@@ -860,8 +947,7 @@ __device__ __forceinline__ void many_pieces(
     const bool rescale = sync_or(shrunk);
     last_values<64>(acc, sh.p[last] + half * 32, sh.row[last] + half * 32, &sh.k[v_stage][0][0] + v_offset, rescale, lane);
 #if BULK
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&sh.empty[v_stage]);
+    barrier_arrive(&sh.empty[v_stage]);
 #endif
     const float all = row_sum<64>(total);
     sync();
@@ -928,7 +1014,7 @@ PARTIAL(64)
 // result, 4 columns a thread.
 constexpr int MERGE_COLUMNS = 64, MERGE_GROUPS = 16, MOST_PIECES = 512;
 extern "C" __global__ void __launch_bounds__(256) merge(
-    const float* __restrict__ part_out, const float* __restrict__ part_lse, const int* __restrict__ lens,
+    const float* part_out, const float* part_lse, const int* __restrict__ lens,
     const int* __restrict__ node_starts, Q* __restrict__ out, float* __restrict__ lse_out, float kv_scale,
     int first_request, int first_row, int heads, int max_rows, int splits, int max_splits, int min_split) {
   __shared__ float weight[MOST_PIECES];
@@ -947,6 +1033,16 @@ extern "C" __global__ void __launch_bounds__(256) merge(
   const int each = piece_tokens(prefix, max_splits, min_split);
   const int count = min((prefix + each - 1) / each, splits) + 1;
   const i64 base = ((i64)blockIdx.y * max_rows + blockIdx.x) * (splits + 1);
+  const int group = tid >> 4, column = (tid & 15) * 4;
+  const float* from = part_out + base * LATENT + first_column + column;
+  wait_for_launch_before();
+  // What does not depend on the weights is on its way before they are there.
+  float4 early[2];
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const int i = group + k * MERGE_GROUPS;
+    early[k] = i < count ? *reinterpret_cast<const float4*>(from + (i64)i * LATENT) : make_float4(0.f, 0.f, 0.f, 0.f);
+  }
   if (tid < 32) {
     float top = NEG_INF, total = 0.f;
     for (int i = tid; i < count; i += 32) top = fmaxf(top, part_lse[base + i]);
@@ -964,15 +1060,17 @@ extern "C" __global__ void __launch_bounds__(256) merge(
     }
   }
   __syncthreads();
-  const int group = tid >> 4, column = (tid & 15) * 4;
-  const float* from = part_out + base * LATENT + first_column + column;
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 8
-  for (int i = group; i < count; i += MERGE_GROUPS) {
-    const float4 o = *reinterpret_cast<const float4*>(from + (i64)i * LATENT);
+  auto add = [&](int i, float4 o) {
     const float w = weight[i];
     sum.x = fmaf(w, o.x, sum.x); sum.y = fmaf(w, o.y, sum.y); sum.z = fmaf(w, o.z, sum.z); sum.w = fmaf(w, o.w, sum.w);
-  }
+  };
+#pragma unroll
+  for (int k = 0; k < 2; ++k)
+    if (group + k * MERGE_GROUPS < count) add(group + k * MERGE_GROUPS, early[k]);
+#pragma unroll 8
+  for (int i = group + 2 * MERGE_GROUPS; i < count; i += MERGE_GROUPS)
+    add(i, *reinterpret_cast<const float4*>(from + (i64)i * LATENT));
   *reinterpret_cast<float4*>(&sums[group][column]) = sum;
   __syncthreads();
   if (tid >= MERGE_COLUMNS) return;

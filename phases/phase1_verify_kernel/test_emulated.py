@@ -83,6 +83,7 @@ FAULTS = {
         "const int count = min((prefix + each - 1) / each, splits) + 1;",
         "const int count = min((prefix + each - 1) / each, splits);",
     ),
+    "a merge that does not wait for the pieces": ("  wait_for_launch_before();\n", ""),
     "a tree's tile that is not waited for": (
         "wait_all_but<1>();\n    __syncthreads();\n    const KV* from",
         "__syncthreads();\n    const KV* from",

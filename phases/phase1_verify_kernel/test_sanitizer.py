@@ -129,6 +129,7 @@ def watched(tool: str, *arguments: str) -> tuple[int, str]:
     # One allocation for each tensor: a read past the end of one is not a read of the next, and a block that is used
     # again does not count as written.
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    env.setdefault("OMP_NUM_THREADS", "2")  # the oracle's: else four tools at once crowd each other out
     # Kernels are watched, not calls: cuda.bindings asks the driver for functions that it may not have.
     options = ["--report-api-errors", "no"] if tool == "memcheck" else []
     command = [TOOL, "--tool", tool, *options, "--error-exitcode", "9", sys.executable, __file__, *arguments]

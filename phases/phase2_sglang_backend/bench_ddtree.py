@@ -25,6 +25,7 @@ when the automatic budget learns it.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -294,9 +295,10 @@ def auto(folder: Path, pair: drafter.Trained, save: Callable) -> None:
         missing = {"passed": None, "reason": "it was not measured to the end"}
         save({AUTO: auto_gate(cells) if len(cells) == wanted else missing}, samples)
 
-    found = [engines(folder, TRAINED, TRAINED.peers, base, paths)]
-    found.append(engines(folder, DEEP, DEEP.peers, large, deep_models(folder)))
+    found: list[dict[str, Session]] = []
     try:
+        found.append(engines(folder, TRAINED, TRAINED.peers, base, paths))
+        found.append(engines(folder, DEEP, DEEP.peers, large, deep_models(folder)))
         for session in (*found[0].values(), *found[1].values()):  # nobody may be starting while another is timed
             session.wait()
         held_out = pair.prompts([TRAINED.depths[-1]], SEED + 1)[0]
@@ -304,7 +306,7 @@ def auto(folder: Path, pair: drafter.Trained, save: Callable) -> None:
         time_cells(TRAINED, found[0], held_out, timed_cell)
         time_cells(DEEP, found[1], random.Random(SEED).choices(words, k=DEEP.depths[-1]), timed_cell)
     finally:
-        for session in (*found[0].values(), *found[1].values()):
+        for session in itertools.chain.from_iterable(peers.values() for peers in found):
             session.stop()
 
 
