@@ -83,7 +83,7 @@ __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"
 template <int NEWEST>
 __device__ __forceinline__ void wait_all_but() { asm volatile("cp.async.wait_group %0;" ::"n"(NEWEST) : "memory"); }
 // Once every block of this launch has said so or ended, blocks of the next may start, which then wait for all that this one
-// wrote. Said late: those that wait hold places that blocks of this launch could have.
+// wrote. Said late: said first thing in a block, it cost more than it gained wherever the merge has many blocks (plans/0002).
 __device__ __forceinline__ void next_may_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -1010,9 +1010,10 @@ __device__ __forceinline__ void partial(
 PARTIAL(16)
 PARTIAL(32)
 PARTIAL(64)
-// grid (rows, requests, 8), 256 threads: a block joins 64 columns of a row; 16 groups of threads take every 16th partial
-// result, 4 columns a thread.
-constexpr int MERGE_COLUMNS = 64, MERGE_GROUPS = 16, MOST_PIECES = 512;
+// grid (rows, requests, 4), 256 threads: a block joins 128 columns of a row; 16 groups of threads take every 16th partial
+// result, two times 4 columns a thread. Partial results are not __restrict__: they are no constants, for a block may start before
+// they are there.
+constexpr int MERGE_COLUMNS = 128, MERGE_EARLY = 2, MERGE_GROUPS = 16, MOST_PIECES = 512;
 extern "C" __global__ void __launch_bounds__(256) merge(
     const float* part_out, const float* part_lse, const int* __restrict__ lens,
     const int* __restrict__ node_starts, Q* __restrict__ out, float* __restrict__ lse_out, float kv_scale,
@@ -1035,14 +1036,15 @@ extern "C" __global__ void __launch_bounds__(256) merge(
   const i64 base = ((i64)blockIdx.y * max_rows + blockIdx.x) * (splits + 1);
   const int group = tid >> 4, column = (tid & 15) * 4;
   const float* from = part_out + base * LATENT + first_column + column;
+  auto fetch = [&](int i, int half) { return *reinterpret_cast<const float4*>(from + (i64)i * LATENT + half * (MERGE_COLUMNS / 2)); };
   wait_for_launch_before();
   // What does not depend on the weights is on its way before they are there.
-  float4 early[2];
+  float4 early[MERGE_EARLY][2];
 #pragma unroll
-  for (int k = 0; k < 2; ++k) {
-    const int i = group + k * MERGE_GROUPS;
-    early[k] = i < count ? *reinterpret_cast<const float4*>(from + (i64)i * LATENT) : make_float4(0.f, 0.f, 0.f, 0.f);
-  }
+  for (int k = 0; k < MERGE_EARLY; ++k)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      early[k][half] = group + k * MERGE_GROUPS < count ? fetch(group + k * MERGE_GROUPS, half) : float4{};
   if (tid < 32) {
     float top = NEG_INF, total = 0.f;
     for (int i = tid; i < count; i += 32) top = fmaxf(top, part_lse[base + i]);
@@ -1060,18 +1062,23 @@ extern "C" __global__ void __launch_bounds__(256) merge(
     }
   }
   __syncthreads();
-  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-  auto add = [&](int i, float4 o) {
+  float4 sum[2] = {};
+  auto add = [&](int i, int half, float4 o) {
     const float w = weight[i];
-    sum.x = fmaf(w, o.x, sum.x); sum.y = fmaf(w, o.y, sum.y); sum.z = fmaf(w, o.z, sum.z); sum.w = fmaf(w, o.w, sum.w);
+    float4& x = sum[half];
+    x.x = fmaf(w, o.x, x.x); x.y = fmaf(w, o.y, x.y); x.z = fmaf(w, o.z, x.z); x.w = fmaf(w, o.w, x.w);
   };
 #pragma unroll
-  for (int k = 0; k < 2; ++k)
-    if (group + k * MERGE_GROUPS < count) add(group + k * MERGE_GROUPS, early[k]);
-#pragma unroll 8
-  for (int i = group + 2 * MERGE_GROUPS; i < count; i += MERGE_GROUPS)
-    add(i, *reinterpret_cast<const float4*>(from + (i64)i * LATENT));
-  *reinterpret_cast<float4*>(&sums[group][column]) = sum;
+  for (int k = 0; k < MERGE_EARLY; ++k)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (group + k * MERGE_GROUPS < count) add(group + k * MERGE_GROUPS, half, early[k][half]);
+#pragma unroll 4
+  for (int i = group + MERGE_EARLY * MERGE_GROUPS; i < count; i += MERGE_GROUPS)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) add(i, half, fetch(i, half));
+#pragma unroll
+  for (int half = 0; half < 2; ++half) *reinterpret_cast<float4*>(&sums[group][column + half * (MERGE_COLUMNS / 2)]) = sum[half];
   __syncthreads();
   if (tid >= MERGE_COLUMNS) return;
   float all = 0.f;

@@ -54,7 +54,7 @@ def test_emulated_matches_oracle(number, gate_metrics):
     gate_metrics["cases"] = len(wanted)
 
 
-@pytest.mark.parametrize("case, build", zip([*BITS, Case((70,), (9,), heads=7), BITS[1]], BUILDS, strict=True))
+@pytest.mark.parametrize("case, build", list(zip([*BITS, Case((70,), (9,), heads=7), BITS[1]], BUILDS, strict=True)))
 def test_emulated_bits_independent(case, build, gate_metrics):
     """A row's bits depend on the row alone: also whether 16, 32 or 64 rows share its block."""
     gate_metrics["comparisons"] = bits_hold(built(case, build), lambda p: emulator.run(p, bulk=build[3]))
