@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -150,6 +151,38 @@ def test_nothing_is_timed_on_a_busy_gpu(tmp_path, monkeypatch, busy, measured):
     assert set(results) == {"exact", "any"} | ({"fast"} if measured else set())
     if not measured:
         assert record.not_run["fast"] == "another program keeps the GPU 87 % busy; end it and run again"
+
+
+def test_runs_take_turns_on_a_gpu(tmp_path, monkeypatch):
+    """Exact gates of two runs stand side by side; what is timed waits for both, and both wait for it."""
+    monkeypatch.setattr(gates, "TURN", tmp_path / "turn.lock")
+    root = toy.checkout(tmp_path / "root", toy.gate("exact"))
+    quiet = Console(file=open(os.devnull, "w"))  # noqa: SIM115
+    one, other = (gates.Runner(root, toy.phase_of(root), console=quiet) for _ in range(2))
+    order: list[str] = []
+
+    def wanted(alone: bool) -> threading.Thread:
+        def take():
+            with other._turn(alone):
+                order.append("other")
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        thread.join(1)
+        return thread
+
+    with one._turn(alone=False):
+        assert not wanted(alone=False).is_alive()
+        waiting = wanted(alone=True)
+        assert waiting.is_alive()
+        order.append("one")
+    waiting.join(10)
+    with one._turn(alone=True):
+        waiting = wanted(alone=False)
+        assert waiting.is_alive()
+        order.append("one")
+    waiting.join(10)
+    assert order == ["other", "one", "other", "one", "other"]
 
 
 def test_only_brings_exactness_along(tmp_path):

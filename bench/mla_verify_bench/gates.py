@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import fcntl
 import itertools
 import json
 import operator
@@ -40,6 +41,9 @@ _OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": opera
 NOT_BUILT = "not built yet"
 VOID = "exactness failed in this run"
 BUSY_PERCENT = 10.0  # of a GPU that others use so much, times say nothing
+TURN = Path(
+    tempfile.gettempdir(), f"mla-verify-gates-{os.getuid()}.lock"
+)  # what a user's runs on one machine take turns by
 
 
 class PhaseError(ValueError):
@@ -359,9 +363,11 @@ class Runner:
             # Nothing runs beside what is timed.
             for kinds, jobs in ((("exact", "static"), self._jobs), (("ratio", "bound"), 1)):
                 chosen = [gate for gate in ready if gate.kind in kinds]
-                if "ratio" in kinds and hardware.gpu:
-                    chosen = self._alone(chosen, python)
-                self._run_kinds(chosen, digests, jobs)
+                timed = "ratio" in kinds
+                with self._turn(alone=timed) if chosen and hardware.gpu else contextlib.nullcontext():
+                    if timed and hardware.gpu:
+                        chosen = self._alone(chosen, python)
+                    self._run_kinds(chosen, digests, jobs)
         except KeyboardInterrupt:
             interrupted = True
             self._say("[yellow]interrupted[/]: keeping the gates that had finished")
@@ -409,6 +415,24 @@ class Runner:
             else:
                 ready.append(gate)
         return ready
+
+    @contextlib.contextmanager
+    def _turn(self, alone: bool) -> Iterator[None]:
+        """On a GPU, runs of several phases may stand side by side: exact gates share it, what is timed has it alone."""
+        with open(TURN, "a", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o600)) as lock:
+            told = False
+            while True:
+                try:
+                    fcntl.flock(lock, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if not told:
+                        self._say(
+                            "waiting until another run of gates has done " + ("its part" if alone else "what it times")
+                        )
+                    told = True
+                    time.sleep(0.2)
+            yield
 
     def _alone(self, gates: list[Gate], python: str) -> list[Gate]:
         """The gates that can be timed now: those of a GPU only where no other program keeps it busy."""
