@@ -24,7 +24,6 @@ LOG2_E = 1.4426950408889634
 BLOCK_ROWS = (16, 32, 64)  # query rows of a block: the fewest that hold a request's, for bits do not depend on it
 THREADS = 256
 MERGE_SLICES = 4  # blocks that join a row's partial results, 128 columns each
-MERGE_AHEAD = (2, 8)  # partial results that a thread of merge asks for at once: the more the fewer blocks there are
 MOST_PIECES = 512  # room for the weights of a row's partial results in merge
 WORKSPACE_BYTES = 1 << 28  # partial results of one launch; larger batches take several launches
 SOURCE = Path(__file__).with_name("verify.cu")
@@ -125,7 +124,7 @@ def _kernels(device: int, variant: Variant):
     major, minor = torch.cuda.get_device_capability(device)
     Device(device).set_current()
     code = ObjectCode.from_cubin(build(f"sm_{major}{minor}", variant))
-    kernels = {f"merge_{ahead}": code.get_kernel(f"merge_{ahead}") for ahead in MERGE_AHEAD}
+    kernels = {"merge": code.get_kernel("merge")}
     for rows in BLOCK_ROWS:
         kernels[f"partial_{rows}"] = kernel = code.get_kernel(f"partial_{rows}")
         (status,) = driver.cuKernelSetAttribute(
@@ -217,16 +216,14 @@ def plan(
                 i(rule.max_splits), i(rule.min_split),
             )  # fmt: skip
             each = places(splits, count, rule) if block_rows == 64 else splits
-            grid = (count, each + block_rows // 16, requests)  # a tree takes a block for every 16 rows
+            grid = (count, block_rows // 16 + each, requests)  # a tree takes a block for every 16 rows
             launches.append(Launch(f"partial_{block_rows}", grid, THREADS, variant.shared_bytes(block_rows), partial))
             merge = (
                 part_out, part_lse, slots.lens, tree.node_starts, out, lse, f(kv_scale), i(r), i(b * block_rows),
                 i(heads), i(max_rows), i(splits), i(rule.max_splits), i(rule.min_split),
             )  # fmt: skip
             merged = min(count * block_rows, tree.max_nodes * heads - b * block_rows)
-            few = merged * requests * MERGE_SLICES <= 2 * (rule.max_splits + 1)
-            grid = (merged, requests, MERGE_SLICES)
-            launches.append(Launch(f"merge_{MERGE_AHEAD[few]}", grid, 256, 0, merge, early=True))
+            launches.append(Launch("merge", (merged, requests, MERGE_SLICES), 256, 0, merge, early=True))
     return out, lse, launches
 
 

@@ -968,17 +968,17 @@ __device__ __forceinline__ void partial(
     int first_block, int heads, int max_rows, int splits, int width, int max_splits, int min_split) {
   constexpr int TREES = ROWS / 16;
   const int tid = threadIdx.x, warp = __shfl_sync(~0u, tid >> 5, 0), lane = tid & 31;  // thus known to be a warp's
-  const int request = first_request + blockIdx.z, place = blockIdx.y, places = gridDim.y - TREES;
+  const int request = first_request + blockIdx.z, place = (int)blockIdx.y - TREES;
   const i64 start = starts[request];
   const int first_node = node_starts[request], nodes = node_starts[request + 1] - first_node;
   const int prefix = lens[request] - nodes;
-  const int tree_row = place < places ? 0 : (place - places) * 16;
+  const int tree_row = place < 0 ? blockIdx.y * 16 : 0;
   const int first_row = (first_block + blockIdx.x) * ROWS + tree_row, rows = nodes * heads - first_row;
   if (rows <= 0 || prefix < 0) return;
   q += ((i64)first_node * heads + first_row) * DIM;
   const i64 step = splits + 1, part = ((i64)blockIdx.z * max_rows + blockIdx.x * ROWS + tree_row) * step;
   indices += start;
-  if (place >= places) {
+  if (place < 0) {
     tree_piece(*reinterpret_cast<Shared<16>*>(raw), q, kv, indices + prefix, words + (i64)first_node * width, width, nodes,
                first_row, rows, heads, score_scale, part_out + part * LATENT, part_lse + part, step, tid);
     return;
@@ -987,15 +987,14 @@ __device__ __forceinline__ void partial(
   if ((i64)place * each >= prefix) return;
   Shared<ROWS>& sh = *reinterpret_cast<Shared<ROWS>*>(raw);
   if constexpr (ROWS == 64)
-    many_pieces(sh, q, kv, indices, prefix, each, opaque(place), opaque(places), rows, score_scale,
+    many_pieces(sh, q, kv, indices, prefix, each, place, gridDim.y - TREES, rows, score_scale,
                 part_out + (part + 1) * LATENT, part_lse + part + 1, step, tid, warp, lane);
   else
     one_piece<ROWS>(sh, q, kv, indices + (i64)place * each, min(each, prefix - place * each), rows, score_scale,
                     part_out + (part + place + 1) * LATENT, part_lse + part + place + 1, step, tid, warp, lane);
 }
 
-// grid (row blocks, splits + ROWS / 16, requests); of 64 rows as few as one block for all splits. Trees come last: they are short, and
-// of 64 rows there are more blocks than multiprocessors, so that what comes last waits for one. part_out [requests, max_rows, splits + 1, 512] takes normalised float32,
+// grid (row blocks, ROWS / 16 + splits, requests); of 64 rows as few as one block for all splits. part_out [requests, max_rows, splits + 1, 512] takes normalised float32,
 // part_lse [requests, max_rows, splits + 1] its log2-sum-exp2; index 0 is the tree.
 #define PARTIAL(ROWS)                                                                                                     \
   extern "C" __global__ void __launch_bounds__(THREADS, 1) partial_##ROWS(                                                \
@@ -1012,13 +1011,12 @@ PARTIAL(16)
 PARTIAL(32)
 PARTIAL(64)
 // grid (rows, requests, 4), 256 threads: a block joins 128 columns of a row; 16 groups of threads take every 16th partial
-// result, two times 4 columns a thread. AHEAD of them a thread asks for before it knows their weights: many where there are few
-// blocks, which wait for each load; few where the blocks of a multiprocessor wait in each other's stead. Partial results are not __restrict__: they are no constants, for a block may start before
+// result, two times 4 columns a thread. Partial results are not __restrict__: they are no constants, for a block may start before
 // they are there.
-constexpr int MERGE_COLUMNS = 128, MERGE_GROUPS = 16, MOST_PIECES = 512;
-template <int AHEAD>
-__device__ __forceinline__ void merge(
-    const float* part_out, const float* part_lse, const int* lens, const int* node_starts, Q* out, float* lse_out, float kv_scale,
+constexpr int MERGE_COLUMNS = 128, MERGE_EARLY = 2, MERGE_GROUPS = 16, MOST_PIECES = 512;
+extern "C" __global__ void __launch_bounds__(256) merge(
+    const float* part_out, const float* part_lse, const int* __restrict__ lens,
+    const int* __restrict__ node_starts, Q* __restrict__ out, float* __restrict__ lse_out, float kv_scale,
     int first_request, int first_row, int heads, int max_rows, int splits, int max_splits, int min_split) {
   __shared__ float weight[MOST_PIECES];
   __shared__ float sums[MERGE_GROUPS][MERGE_COLUMNS];
@@ -1041,9 +1039,9 @@ __device__ __forceinline__ void merge(
   auto fetch = [&](int i, int half) { return *reinterpret_cast<const float4*>(from + (i64)i * LATENT + half * (MERGE_COLUMNS / 2)); };
   wait_for_launch_before();
   // What does not depend on the weights is on its way before they are there.
-  float4 early[AHEAD][2];
+  float4 early[MERGE_EARLY][2];
 #pragma unroll
-  for (int k = 0; k < AHEAD; ++k)
+  for (int k = 0; k < MERGE_EARLY; ++k)
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       early[k][half] = group + k * MERGE_GROUPS < count ? fetch(group + k * MERGE_GROUPS, half) : float4{};
@@ -1071,12 +1069,12 @@ __device__ __forceinline__ void merge(
     x.x = fmaf(w, o.x, x.x); x.y = fmaf(w, o.y, x.y); x.z = fmaf(w, o.z, x.z); x.w = fmaf(w, o.w, x.w);
   };
 #pragma unroll
-  for (int k = 0; k < AHEAD; ++k)
+  for (int k = 0; k < MERGE_EARLY; ++k)
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       if (group + k * MERGE_GROUPS < count) add(group + k * MERGE_GROUPS, half, early[k][half]);
 #pragma unroll 4
-  for (int i = group + AHEAD * MERGE_GROUPS; i < count; i += MERGE_GROUPS)
+  for (int i = group + MERGE_EARLY * MERGE_GROUPS; i < count; i += MERGE_GROUPS)
 #pragma unroll
     for (int half = 0; half < 2; ++half) add(i, half, fetch(i, half));
 #pragma unroll
@@ -1088,13 +1086,3 @@ __device__ __forceinline__ void merge(
   for (int g = 0; g < MERGE_GROUPS; ++g) all += sums[g][tid];
   narrow(out[to * LATENT + first_column + tid], all / whole * kv_scale);
 }
-#define MERGE(AHEAD)                                                                                                      \
-  extern "C" __global__ void __launch_bounds__(256) merge_##AHEAD(                                                        \
-      const float* part_out, const float* part_lse, const int* __restrict__ lens, const int* __restrict__ node_starts,    \
-      Q* __restrict__ out, float* __restrict__ lse_out, float kv_scale, int first_request, int first_row, int heads,      \
-      int max_rows, int splits, int max_splits, int min_split) {                                                          \
-    merge<AHEAD>(part_out, part_lse, lens, node_starts, out, lse_out, kv_scale, first_request, first_row, heads,          \
-                 max_rows, splits, max_splits, min_split);                                                                \
-  }
-MERGE(2)
-MERGE(8)

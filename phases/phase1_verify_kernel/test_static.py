@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from mla_verify import cuda_kernels
-from mla_verify.cuda_kernels import BLOCK_ROWS, MERGE_AHEAD, THREADS, VARIANTS, Variant
+from mla_verify.cuda_kernels import BLOCK_ROWS, THREADS, VARIANTS, Variant
 
 for module in ("cuda.core", "cuda.bindings.nvrtc", "triton"):
     pytest.importorskip(module, reason="needs cuda-core, nvidia-cuda-nvrtc and Triton's cuobjdump")
@@ -65,7 +65,7 @@ def resources(tmp_path_factory) -> dict[tuple[int, Variant, str], dict[str, int]
 def test_cubins(resources, gate_metrics):
     """One cubin for each architecture and variant, with all of its kernels."""
     kernels = {name for _, _, name in resources}
-    assert kernels == {*(f"merge_{n}" for n in MERGE_AHEAD), *(f"partial_{rows}" for rows in BLOCK_ROWS)}
+    assert kernels == {"merge", *(f"partial_{rows}" for rows in BLOCK_ROWS)}
     gate_metrics["cubins"] = len(resources) // len(kernels)
     gate_metrics["architectures"] = len({architecture for architecture, _, _ in resources})
 
@@ -73,7 +73,7 @@ def test_cubins(resources, gate_metrics):
 def test_shared_memory(resources, gate_metrics):
     """Dynamic shared memory, which verify.cu asserts against its own struct, is within a block's of sm_120."""
     largest = max(v.shared_bytes(rows) for v in VARIANTS for rows in BLOCK_ROWS)
-    merge = max(usage["shared"] for (_, _, name), usage in resources.items() if name.startswith("merge"))
+    merge = max(usage["shared"] for (_, _, name), usage in resources.items() if name == "merge")
     gate_metrics["shared_bytes"] = max(largest, merge)
     assert merge <= 48 * 1024
 
@@ -96,7 +96,7 @@ def test_resident_warps(resources, gate_metrics):
     """Warps that an SM of sm_120 holds at once, over those that the plan counts on."""
     shares = []
     for (architecture, variant, name), usage in resources.items():
-        if architecture == 120 and name.startswith("partial"):
+        if architecture == 120 and name != "merge":
             rows = int(name.removeprefix("partial_"))
             blocks = min(
                 SM120_REGISTERS // (-(-usage["reg"] // 8) * 8 * THREADS),

@@ -74,8 +74,8 @@ def run(problem: Problem, *, bulk: bool = True, seed: int = 0, source: str = "")
 
     body = struct.pack("<I", len(launches))
     for one in launches:
-        kernel = int(one.kernel.split("_")[1])
-        body += struct.pack("<7I", kernel, *one.grid, one.threads, one.shared_bytes, len(one.args))
+        rows = int(one.kernel.removeprefix("partial_")) if one.kernel != "merge" else 0
+        body += struct.pack("<7I", rows, *one.grid, one.threads, one.shared_bytes, len(one.args))
         body += b"".join(map(word, one.args))
     for written in (out, lse):  # so that what no kernel writes shows
         written.fill_(float("nan"))

@@ -1,6 +1,6 @@
 // main JOB RESULT: runs the launches that the job names on its buffers, and writes the buffers back.
-//   job     u32 seed, u32 buffers, per buffer u64 bytes and the bytes; u32 launches, per launch u32 kernel (16 and
-//           more: rows of partial, below: partial results that merge asks for at once), 3 u32 grid, u32 threads, u32 shared bytes, u32 arguments, per argument u32 kind (0 buffer, 1 int, 2 float), u32 value
+//   job     u32 seed, u32 buffers, per buffer u64 bytes and the bytes; u32 launches, per launch u32 kernel (0: merge, else
+//           rows of partial), 3 u32 grid, u32 threads, u32 shared bytes, u32 arguments, per argument u32 kind (0 buffer, 1 int, 2 float), u32 value
 //   result  the buffers, in order
 #include "emulate.h"
 static unsigned char* raw;  // a block's dynamic shared memory, of the size that the launch asks for
@@ -34,7 +34,7 @@ int main(int, char** argv) {
     auto integer = [&] { return (int)args.at(i++).value; };
     auto real = [&] { return bits<float>(args.at(i++).value); };
     std::function<void()> call;
-    if (kernel >= 16) {
+    if (kernel) {
       Q* q = (Q*)pointer();
       KV* kv = (KV*)pointer();
       Index* indices = (Index*)pointer();
@@ -62,8 +62,7 @@ int main(int, char** argv) {
       Q* out = (Q*)pointer();
       float *lse = (float*)pointer(), scale = real();
       int a = integer(), b = integer(), heads = integer(), max_rows = integer(), splits = integer(), max_splits = integer(), min_split = integer();
-      auto run = kernel == 2 ? merge_2 : merge_8;
-      call = [=] { run(part_out, part_lse, lens, node_starts, out, lse, scale, a, b, heads, max_rows, splits, max_splits, min_split); };
+      call = [=] { merge(part_out, part_lse, lens, node_starts, out, lse, scale, a, b, heads, max_rows, splits, max_splits, min_split); };
     }
     if (posix_memalign((void**)&raw, 128, std::max(shared, 16u))) return 2;  // the exact size, as above
     gridDim = {(int)x, (int)y, (int)z};
